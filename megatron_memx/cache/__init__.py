@@ -1,0 +1,1 @@
+"""Plan cache: signatures that name a job, and the store of plans under them."""

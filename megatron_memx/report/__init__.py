@@ -1,0 +1,1 @@
+"""What people see: the plan, its reasons, and the prediction beside the measurement."""
