@@ -1,0 +1,1 @@
+"""Start processes: memx-torchrun, the step before it and the entry of every rank."""
