@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_memx.errors import BadInputError
 from megatron_memx.megatron_args import (
+    REPLACED_BY_LAYOUT,
     expand_layout,
     overrides_to_argv,
     plan_overrides,
     typed_options,
+    without_options,
 )
 from megatron_memx.options import add_options
 from megatron_memx.patches import platform as platforms
@@ -51,6 +53,8 @@ def refuse_conflicts(plan: Plan, words: Sequence[str]) -> None:
         wanted = str(value)
         if name == "pipeline_model_parallel_layout":
             given, wanted = expand_layout(given), expand_layout(wanted)
+        elif name == "hybrid_layer_pattern":
+            given, wanted = given.replace("|", ""), wanted.replace("|", "")
         if isinstance(value, bool) or given == wanted:
             continue
         flag = "--" + name.replace("_", "-")
@@ -62,9 +66,9 @@ def refuse_conflicts(plan: Plan, words: Sequence[str]) -> None:
 
 
 @contextmanager
-def _more_words(words: Sequence[str]) -> Iterator[None]:
+def _with_words(drop: Collection[str], more: Sequence[str]) -> Iterator[None]:
     before = sys.argv
-    sys.argv = [*before, *words]
+    sys.argv = [before[0], *without_options(before[1:], drop), *more]
     try:
         yield
     finally:
@@ -108,7 +112,7 @@ def _apply(context: Context, replacer: Replacer) -> None:
             words += overrides_to_argv(plan_overrides(context.plan))
         # A throw-away parser tells which of these flags this release has.
         known = _known_words(add_megatron_arguments(_blank_parser()), words)
-        with _more_words(known):
+        with _with_words(REPLACED_BY_LAYOUT if context.plan is not None else (), known):
             namespace = original_parse(extra_args_provider, ignore_unknown_args)
         if context.plan is not None:
             # Plain text: args are saved with checkpoints and read back with plain types only.

@@ -1,0 +1,252 @@
+"""The cluster: nodes, device kinds and the links between their devices. Frozen data.
+
+Ranks are numbered as the launcher numbers them: node by node in the order given, and inside a node
+by local rank. Bandwidths are one way and for one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_memx.errors import BadInputError
+from megatron_memx.units import GIB
+
+# When nobody says how nodes are connected: one 100 Gbit/s port a node, measured by nobody.
+ASSUMED_INTER_NODE_BYTES_PER_S = 12.5e9
+ASSUMED_INTRA_NODE_BYTES_PER_S = 16e9
+ASSUMED_LATENCY_S = {"intra": 10e-6, "inter": 20e-6}
+# Free memory is rounded down to this, so that a plan is not lost over a few megabytes.
+FREE_QUANTUM_BYTES = GIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceKind:
+    """One accelerator model.
+
+    Args:
+        peak_flops: Dense peak by dtype name (``bf16``, ``fp16``, ``fp32``).
+        reserved_bytes: Memory that no job may count on (context, display, other jobs).
+        free_bytes: Memory free now, where the device was asked; None otherwise.
+        matmul_efficiency: Measured share of the peak that large matrix products reach.
+        source: Where the figures come from.
+    """
+
+    name: str
+    vendor: str
+    platform: str
+    memory_bytes: int
+    peak_flops: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    reserved_bytes: int = 0
+    free_bytes: int | None = None
+    matmul_efficiency: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a device without memory or speed."""
+        for name in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
+            if getattr(self, name) <= 0:
+                raise BadInputError(f"device {self.name}: {name} must be more than 0")
+        if not self.peak_flops or min(self.peak_flops.values()) <= 0:
+            raise BadInputError(f"device {self.name}: peak_flops must give a rate above 0")
+        if not 0 <= self.reserved_bytes < self.memory_bytes:
+            raise BadInputError(
+                f"device {self.name}: reserved_bytes {self.reserved_bytes} must lie below "
+                f"memory_bytes {self.memory_bytes}"
+            )
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that a job can use: what is free, else all, less what is reserved."""
+        usable = self.memory_bytes - self.reserved_bytes
+        if self.free_bytes is None:
+            return usable
+        return min(usable, self.free_bytes // FREE_QUANTUM_BYTES * FREE_QUANTUM_BYTES or usable)
+
+    def flops(self, dtype: str) -> float:
+        """Return the dense peak for ``bf16``, ``fp16`` or ``fp32``.
+
+        A 16-bit type that is not listed counts as the other one; fp32 as half of 16 bits (the
+        ratio of TF32 on the devices that have it).
+        """
+        if dtype in self.peak_flops:
+            return self.peak_flops[dtype]
+        sixteen = self.peak_flops.get("bf16") or self.peak_flops.get("fp16")
+        if sixteen is None:
+            return next(iter(self.peak_flops.values()))
+        return sixteen / 2 if dtype == "fp32" else sixteen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A way between two devices.
+
+    Args:
+        kind: ``direct``, or ``relay`` through host memory (between vendors).
+        source: ``given``, ``catalogue``, ``measured`` or ``assumed``.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    kind: str = "direct"
+    source: str = "given"
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """Return the seconds that ``size_bytes`` take."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One host with devices of one kind."""
+
+    name: str
+    device_kind: str
+    num_devices: int
+    address: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes with their devices and links.
+
+    Args:
+        intra_node: Device kind -> link inside a node.
+        inter_node: ``"kind|kind"`` (names sorted) -> link between nodes of these kinds.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    kinds: Mapping[str, DeviceKind]
+    intra_node: Mapping[str, Link] = field(default_factory=dict)
+    inter_node: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a cluster without devices or with unknown kinds."""
+        if not self.nodes:
+            raise BadInputError(f"cluster {self.name} has no nodes")
+        for node in self.nodes:
+            if node.num_devices < 1:
+                raise BadInputError(
+                    f"node {node.name} has {node.num_devices} devices: must be 1 or more"
+                )
+            if node.device_kind not in self.kinds:
+                raise BadInputError(f"node {node.name}: unknown device kind {node.device_kind!r}")
+
+    @cached_property
+    def devices(self) -> tuple[tuple[int, int, str], ...]:
+        """(node index, local index, kind) of each rank."""
+        return tuple(
+            (index, local, node.device_kind)
+            for index, node in enumerate(self.nodes)
+            for local in range(node.num_devices)
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return len(self.devices)
+
+    @cached_property
+    def used_kinds(self) -> tuple[str, ...]:
+        """Kinds in the order in which nodes name them first."""
+        return tuple(dict.fromkeys(node.device_kind for node in self.nodes))
+
+    def ranks_of_kind(self, kind: str) -> tuple[int, ...]:
+        """Return the ranks whose device is of ``kind``."""
+        return tuple(rank for rank, device in enumerate(self.devices) if device[2] == kind)
+
+    def kind_of(self, rank: int) -> DeviceKind:
+        """Return the device kind of a rank."""
+        return self.kinds[self.devices[rank][2]]
+
+    def link(self, rank_a: int, rank_b: int) -> Link:
+        """Return the link between the devices of two ranks."""
+        node_a, _, kind_a = self.devices[rank_a]
+        node_b, _, kind_b = self.devices[rank_b]
+        if node_a == node_b:
+            return self.intra_node.get(kind_a) or Link(
+                bandwidth_bytes_per_s=ASSUMED_INTRA_NODE_BYTES_PER_S,
+                latency_s=ASSUMED_LATENCY_S["intra"],
+                source="assumed",
+            )
+        return self.inter_node.get("|".join(sorted((kind_a, kind_b)))) or Link(
+            bandwidth_bytes_per_s=ASSUMED_INTER_NODE_BYTES_PER_S,
+            latency_s=ASSUMED_LATENCY_S["inter"],
+            source="assumed",
+        )
+
+    def slowest_link(self, ranks: tuple[int, ...]) -> Link:
+        """Return the link of least bandwidth that a ring over ``ranks`` crosses."""
+        ring = [(ranks[i], ranks[(i + 1) % len(ranks)]) for i in range(len(ranks))]
+        links = [self.link(a, b) for a, b in ring if a != b]
+        if not links:
+            return self.link(ranks[0], ranks[0])
+        return min(links, key=lambda item: item.bandwidth_bytes_per_s)
+
+    def with_links(
+        self,
+        intra_node: Mapping[str, Link] | None = None,
+        inter_node: Mapping[str, Link] | None = None,
+    ) -> Cluster:
+        """Return this cluster with some links replaced (by measured ones)."""
+        return replace(
+            self,
+            intra_node={**self.intra_node, **(intra_node or {})},
+            inter_node={**self.inter_node, **(inter_node or {})},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "name": self.name,
+            "nodes": [asdict(node) for node in self.nodes],
+            "kinds": {
+                name: {**asdict(kind), "peak_flops": dict(kind.peak_flops)}
+                for name, kind in self.kinds.items()
+                if name in self.used_kinds
+            },
+            "intra_node": {name: asdict(link) for name, link in self.intra_node.items()},
+            "inter_node": {name: asdict(link) for name, link in self.inter_node.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
+        """Return the cluster that :meth:`to_dict` wrote.
+
+        Raises:
+            BadInputError: A field is missing, unknown or of another type.
+        """
+        try:
+            return cls(
+                name=str(data["name"]),
+                nodes=tuple(Node(**node) for node in data["nodes"]),
+                kinds={name: DeviceKind(**kind) for name, kind in data["kinds"].items()},
+                intra_node={k: Link(**v) for k, v in data.get("intra_node", {}).items()},
+                inter_node={k: Link(**v) for k, v in data.get("inter_node", {}).items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BadInputError(f"not a cluster: {type(error).__name__}: {error}") from error
+
+    def signature_fields(self) -> dict[str, Any]:
+        """Return what of the cluster may change a plan: names and addresses do not."""
+        return {
+            "nodes": [[node.device_kind, node.num_devices] for node in self.nodes],
+            "kinds": {
+                name: {
+                    "memory_bytes": self.kinds[name].memory_bytes,
+                    "capacity_bytes": self.kinds[name].capacity_bytes,
+                    "platform": self.kinds[name].platform,
+                    "peak_flops": dict(self.kinds[name].peak_flops),
+                    "memory_bandwidth_bytes_per_s": self.kinds[name].memory_bandwidth_bytes_per_s,
+                }
+                for name in self.used_kinds
+            },
+            "links": {
+                key: [link.bandwidth_bytes_per_s, link.latency_s, link.kind]
+                for key, link in sorted({**self.intra_node, **self.inter_node}.items())
+            },
+        }
