@@ -112,10 +112,13 @@ class _Lines:
                 for key, value in node.value:
                     if key.value == str(step):
                         found, line = value, key.start_mark.line + 1
-            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
-                if step < len(node.value):
-                    found = node.value[step]
-                    line = found.start_mark.line + 1
+            elif (
+                isinstance(node, yaml.SequenceNode)
+                and isinstance(step, int)
+                and step < len(node.value)
+            ):
+                found = node.value[step]
+                line = found.start_mark.line + 1
             if found is None:
                 break
             node = found
@@ -136,7 +139,8 @@ def _check_schema(data: Any, where: _Lines) -> None:
     errors = sorted(validator.iter_errors(data), key=lambda error: list(map(str, error.path)))
     if not errors:
         return
-    first = jsonschema.exceptions.best_match(errors) or errors[0]
+    misspelt = [error for error in errors if error.validator == "additionalProperties"]
+    first = misspelt[0] if misspelt else jsonschema.exceptions.best_match(errors) or errors[0]
     path = list(first.absolute_path)
     name = ".".join(map(str, path)) or "the file"
     fix = None

@@ -1,0 +1,1 @@
+"""What things cost: operators, memory, transfers and the pipeline's exact event order."""

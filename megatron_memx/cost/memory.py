@@ -1,0 +1,220 @@
+"""Peak memory of one rank, by component."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_memx.cost.compute import layer_unit
+from megatron_memx.cost.pipeline import held_states
+from megatron_memx.cost.units import EMBEDDING, HEAD, MTP, StepCost, UnitKey, UnitProvider
+from megatron_memx.job import Job
+from megatron_memx.model import LayerParameters, ModelShape
+from megatron_memx.parallel import ParallelSizes, Recompute
+from megatron_memx.plan import Chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkCost:
+    """Cost of one chunk for one micro-batch (see :class:`~megatron_memx.cost.units.UnitCost`)."""
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: float
+    transient_bytes: float
+    log_sigma: float
+    memory_log_sigma: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Peak bytes of a rank and what they are made of."""
+
+    peak_bytes: int
+    high_bytes: int
+    breakdown_bytes: Mapping[str, int]
+
+
+def stage_parameters(job: Job, sizes: ParallelSizes, chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Return (dense, expert) parameters that one rank of the stage holds."""
+    model, tp = job.model, sizes.tensor_model_parallel_size
+    ep, etp = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size
+    dense = expert = 0
+    for chunk in chunks:
+        layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+        mixtures = sum(map(model.is_moe_layer, layers)) if model.moe else 0
+        for count, is_moe in ((mixtures, True), (len(layers) - mixtures, False)):
+            if count:
+                each = layer_parameters_of(model, is_moe, sizes)
+                dense, expert = dense + count * each.dense, expert + count * each.expert
+        if chunk.mtp_num_layers:
+            each = model.mtp_parameters(tp=tp, ep=ep, etp=etp)
+            dense += each.dense * chunk.mtp_num_layers
+            expert += each.expert * chunk.mtp_num_layers
+    first = any(chunk.embedding for chunk in chunks)
+    last = any(chunk.loss for chunk in chunks)
+    if first:
+        dense += model.embedding_parameters(tp)
+    if last:
+        dense += model.norm_parameters
+        # A tied output layer on another stage than the embedding holds a copy of its matrix.
+        if model.untie_embeddings_and_output_weights or not first:
+            dense += model.output_parameters(tp)
+    if any(chunk.mtp_num_layers for chunk in chunks) and not first:
+        learned = model.position_embedding_type == "learned_absolute"
+        copies = model.embedding_parameters(tp) if learned else model.output_parameters(tp)
+        dense += copies if model.untie_embeddings_and_output_weights else (
+            copies - model.output_parameters(tp)
+        )
+    return dense, expert
+
+
+def layer_parameters_of(
+    model: ModelShape, is_moe: bool, sizes: ParallelSizes
+) -> LayerParameters:
+    """Return a rank's parameters of one dense layer, or of one mixture of experts."""
+    return _layer(
+        model,
+        is_moe,
+        sizes.tensor_model_parallel_size,
+        sizes.expert_model_parallel_size,
+        sizes.expert_tensor_parallel_size,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _layer(model: ModelShape, is_moe: bool, tp: int, ep: int, etp: int) -> LayerParameters:
+    layer = next(i for i in range(model.num_layers) if model.is_moe_layer(i) == is_moe)
+    return model.layer_parameters(layer, tp=tp, ep=ep, etp=etp)
+
+
+def data_parallel_sizes(sizes: ParallelSizes) -> tuple[int, int]:
+    """Return over how many ranks optimizer states of dense and of expert parameters shard."""
+    expert_model = (
+        sizes.pipeline_model_parallel_size
+        * sizes.expert_model_parallel_size
+        * sizes.expert_tensor_parallel_size
+    )
+    dense = sizes.data_parallel_size * sizes.context_parallel_size
+    return dense, max(1, sizes.world_size // expert_model)
+
+
+def chunk_cost(
+    job: Job, sizes: ParallelSizes, kind: str, chunk: Chunk, provider: UnitProvider
+) -> ChunkCost:
+    """Return the cost of a chunk: its layers under its policy, embedding, head and MTP."""
+    def key(unit: str, recompute: str = "none", modules: tuple[str, ...] = ()) -> UnitKey:
+        return UnitKey(
+            kind=kind,
+            unit=unit,
+            tp=sizes.tensor_model_parallel_size,
+            cp=sizes.context_parallel_size,
+            ep=sizes.expert_model_parallel_size,
+            etp=sizes.expert_tensor_parallel_size,
+            micro_batch_size=sizes.micro_batch_size,
+            seq_length=job.model.seq_length // sizes.context_parallel_size,
+            recompute=recompute,
+            modules=modules,
+            sequence_parallel=sizes.sequence_parallel,
+        )
+
+    policy = chunk.recompute
+    classes = policy.layer_classes(chunk.num_layers)
+    counts: dict[UnitKey, int] = {}
+    for index, recompute in enumerate(classes):
+        unit = layer_unit(job.model, chunk.first_layer + index)
+        modules = policy.modules if recompute == "selective" else ()
+        one = key(unit, recompute, modules)
+        counts[one] = counts.get(one, 0) + 1
+    if chunk.embedding:
+        counts[key(EMBEDDING)] = 1
+    if chunk.loss:
+        counts[key(HEAD)] = 1
+    if chunk.mtp_num_layers:
+        counts[key(MTP)] = chunk.mtp_num_layers
+    forward = backward = saved = transient = 0.0
+    sigma = memory_sigma = 0.0
+    group = _group(policy, chunk.num_layers)
+    for one, count in counts.items():
+        cost = provider.unit(one)
+        forward += count * cost.forward_s
+        backward += count * cost.backward_s
+        saved += count * cost.saved_bytes
+        extra = cost.transient_bytes
+        if one.recompute == "full" and group > 1:
+            # A group keeps one input and, in its backward pass, rebuilds all its layers at once.
+            saved -= (count - math.ceil(count / group)) * cost.saved_bytes
+            plain = provider.unit(key(one.unit))
+            extra += (group - 1) * plain.saved_bytes
+        transient = max(transient, extra)
+        sigma = max(sigma, cost.log_sigma)
+        memory_sigma = max(memory_sigma, cost.memory_log_sigma)
+    return ChunkCost(
+        forward_s=forward,
+        backward_s=backward,
+        saved_bytes=saved,
+        transient_bytes=transient,
+        log_sigma=sigma,
+        memory_log_sigma=memory_sigma,
+    )
+
+
+def _group(policy: Recompute, num_layers: int) -> int:
+    if policy.method == "uniform" and policy.num_layers:
+        return min(policy.num_layers, max(num_layers, 1))
+    return 1
+
+
+def rank_memory(
+    job: Job,
+    sizes: ParallelSizes,
+    chunks: Sequence[Chunk],
+    costs: Sequence[ChunkCost],
+    *,
+    pipeline_rank: int,
+    step: StepCost,
+) -> RankMemory:
+    """Return the peak of one rank of a stage.
+
+    The peak is the larger of two moments: the fullest moment of the schedule with its working
+    memory, and the optimizer's step, when no activation is left. The high quantile widens the
+    predicted (not the exactly counted) parts by two standard deviations.
+    """
+    train = job.train
+    dense, expert = stage_parameters(job, sizes, chunks)
+    total = dense + expert
+    dp, expert_dp = data_parallel_sizes(sizes)
+    if sizes.use_distributed_optimizer:
+        updated = dense / dp + expert / expert_dp
+    else:
+        updated = float(total)
+    parameters = total * train.parameter_bytes
+    gradients = total * train.gradient_bytes
+    optimizer = int(updated * train.optimizer_bytes)
+    static = parameters + gradients + optimizer
+    states = held_states(
+        sizes.pipeline_model_parallel_size,
+        sizes.virtual_pipeline_model_parallel_size,
+        sizes.num_microbatches,
+        pipeline_rank,
+    )
+    activations = max(
+        sum(count * cost.saved_bytes for count, cost in zip(state, costs, strict=True))
+        for state in states
+    )
+    transient = max(cost.transient_bytes for cost in costs)
+    stepping = updated * step.optimizer_bytes_per_parameter
+    uncertain = activations + transient
+    peak = static + max(uncertain, stepping)
+    sigma = max(cost.memory_log_sigma for cost in costs)
+    high = static + max(uncertain * (1 + 2 * sigma), stepping * (1 + 2 * sigma))
+    breakdown = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": int(activations),
+        "working": int(max(transient, stepping - activations)),
+    }
+    return RankMemory(peak_bytes=int(peak), high_bytes=int(high), breakdown_bytes=breakdown)

@@ -1,0 +1,162 @@
+"""Megatron's pipeline schedules as exact event orders, and the time that they take.
+
+The orders are those of ``core/pipeline_parallel/schedules.py``: one-forward-one-backward, and the
+interleaved schedule with micro-batch groups of the pipeline's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+FORWARD, BACKWARD = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineTime:
+    """Duration of all forward and backward passes of one iteration.
+
+    Args:
+        total_s: From the first forward to the end of the last backward pass.
+        busy_s: Seconds in which each pipeline rank computes.
+        finish_s: When each rank ends its last backward pass.
+    """
+
+    total_s: float
+    busy_s: tuple[float, ...]
+    finish_s: tuple[float, ...]
+
+
+@lru_cache(maxsize=4096)
+def order(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the (FORWARD or BACKWARD, micro-batch, chunk) events of one pipeline rank."""
+    m = num_microbatches
+    if vpp == 1:
+        warmup = min(m, pp - rank - 1)
+        forward = [(FORWARD, i, 0) for i in range(m)]
+        backward = [(BACKWARD, i, 0) for i in range(m)]
+    else:
+        total = m * vpp
+        warmup = min(total, 2 * (pp - rank - 1) + (vpp - 1) * pp)
+        table = [
+            (group * pp + i, chunk)
+            for group in range(-(-m // pp))
+            for chunk in range(vpp)
+            for i in range(min(pp, m - group * pp))
+        ]
+        forward = [(FORWARD, i, chunk) for i, chunk in table]
+        backward = [(BACKWARD, i, vpp - 1 - chunk) for i, chunk in table]
+    events = forward[:warmup]
+    steady = len(forward) - warmup
+    for k in range(steady):
+        events.append(forward[warmup + k])
+        events.append(backward[k])
+    events += backward[steady:]
+    return tuple(events)
+
+
+@lru_cache(maxsize=4096)
+def peak_in_flight(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[int, ...]:
+    """Return micro-batches held by each chunk at the moment when the rank holds most in all."""
+    held = [0] * vpp
+    best: tuple[int, ...] = tuple(held)
+    for kind, _, chunk in order(pp, vpp, num_microbatches, rank):
+        held[chunk] += 1 if kind == FORWARD else -1
+        if sum(held) > sum(best):
+            best = tuple(held)
+    return best
+
+
+@lru_cache(maxsize=4096)
+def held_states(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return every maximal state of micro-batches held by each chunk during an iteration."""
+    held = [0] * vpp
+    states: set[tuple[int, ...]] = set()
+    for kind, _, chunk in order(pp, vpp, num_microbatches, rank):
+        held[chunk] += 1 if kind == FORWARD else -1
+        states.add(tuple(held))
+    return tuple(
+        sorted(
+            state
+            for state in states
+            if not any(
+                other != state and all(o >= s for o, s in zip(other, state, strict=True))
+                for other in states
+            )
+        )
+    )
+
+
+def simulate(
+    forward_s: Sequence[Sequence[float]],
+    backward_s: Sequence[Sequence[float]],
+    p2p_s: Sequence[float],
+    num_microbatches: int,
+) -> PipelineTime:
+    """Run the schedule of ``num_microbatches`` micro-batches.
+
+    Args:
+        forward_s: ``forward_s[rank][chunk]`` seconds of one micro-batch.
+        backward_s: The same for backward passes, recomputation included.
+        p2p_s: Seconds of a transfer from rank i to i + 1; the last entry: from the last to the
+            first rank (between chunks).
+    """
+    pp, vpp, m = len(forward_s), len(forward_s[0]), num_microbatches
+    last = pp * vpp - 1
+    # done[slot][micro-batch]: when the pass of chunk slot // pp on rank slot % pp has ended.
+    done_f = [[-1.0] * m for _ in range(pp * vpp)]
+    done_b = [[-1.0] * m for _ in range(pp * vpp)]
+    queues = [order(pp, vpp, m, rank) for rank in range(pp)]
+    position = [0] * pp
+    clock = [0.0] * pp
+    busy = [0.0] * pp
+    remaining = sum(map(len, queues))
+    while remaining:
+        moved = False
+        for rank in range(pp):
+            queue = queues[rank]
+            while position[rank] < len(queue):
+                kind, i, chunk = queue[position[rank]]
+                slot = chunk * pp + rank
+                if kind == FORWARD:
+                    ready = done_f[slot - 1][i] + p2p_s[(rank - 1) % pp] if slot else 0.0
+                    if slot and done_f[slot - 1][i] < 0:
+                        break
+                    duration = forward_s[rank][chunk]
+                elif slot == last:
+                    ready, duration = done_f[slot][i], backward_s[rank][chunk]
+                    if ready < 0:
+                        break
+                else:
+                    if done_b[slot + 1][i] < 0:
+                        break
+                    ready = done_b[slot + 1][i] + p2p_s[rank % pp]
+                    duration = backward_s[rank][chunk]
+                end = max(clock[rank], ready) + duration
+                clock[rank] = end
+                busy[rank] += duration
+                (done_f if kind == FORWARD else done_b)[slot][i] = end
+                position[rank] += 1
+                remaining -= 1
+                moved = True
+        if not moved:
+            raise ValueError(f"schedule of pp {pp}, vpp {vpp}, {m} micro-batches never ends")
+    return PipelineTime(total_s=max(clock), busy_s=tuple(busy), finish_s=tuple(clock))
+
+
+def lower_bound_s(stage_s: Sequence[float], num_microbatches: int, vpp: int = 1) -> float:
+    """Return a time that no schedule of these stages beats.
+
+    Args:
+        stage_s: Forward and backward seconds of one micro-batch over all chunks of each rank.
+
+    A rank starts when the first chunk of the ranks before it has been passed forward, and the last
+    gradients pass the same way back after it has ended.
+    """
+    best = sum(stage_s)
+    before = 0.0
+    for busy in stage_s:
+        best = max(best, num_microbatches * busy + before / vpp)
+        before += busy
+    return best

@@ -1,0 +1,1 @@
+"""Unit costs from measurements: a physical core and a learned residual."""

@@ -1,0 +1,194 @@
+"""The planner's provider: measured where there are rows, the catalogue where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_memx.cluster import Cluster
+from megatron_memx.cost.prior import CatalogueProvider
+from megatron_memx.cost.units import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    MOE_LAYER,
+    MTP,
+    StepCost,
+    UnitCost,
+    UnitKey,
+)
+from megatron_memx.job import Job
+from megatron_memx.predictor.core import Core, Observation, UnitClass, fit_core, observe
+from megatron_memx.predictor.residual import FEATURES, Residual
+from megatron_memx.profile.augment import Sample, augment
+from megatron_memx.profile.design import OPTIMIZER
+from megatron_memx.profile.store import OK, ProfileRow
+
+_UNIT_CODES = {LAYER: 0.0, MOE_LAYER: 1.0, EMBEDDING: 2.0, HEAD: 3.0, MTP: 4.0}
+_RECOMPUTE_CODES = {"none": 0.0, "selective": 1.0, "full": 2.0}
+# No repeat tells more about a run on another day than this.
+LEAST_LOG_SIGMA = 0.03
+LEAST_MEMORY_LOG_SIGMA = 0.01
+OUT_OF_RANGE_LOG_SIGMA = 0.15
+OUT_OF_RANGE_MEMORY_LOG_SIGMA = 0.05
+
+
+class FittedProvider:
+    """A :class:`~megatron_memx.cost.units.UnitProvider` fitted on profile rows.
+
+    Args:
+        rows: Device kind -> its rows. Kinds without rows are answered by the catalogue.
+    """
+
+    def __init__(
+        self, job: Job, cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]
+    ) -> None:
+        self._job = job
+        self._prior = CatalogueProvider(job, cluster)
+        self._cores: dict[str, Core] = {}
+        self._residuals: dict[str, Residual] = {}
+        self._sigmas: dict[str, float] = {}
+        self._steps: dict[str, StepCost] = {}
+        counts = []
+        for kind in cluster.used_kinds:
+            observations = observe(rows.get(kind, ()))
+            if not observations:
+                counts.append(f"{kind}: catalogue")
+                continue
+            core = fit_core(observations)
+            self._cores[kind] = core
+            self._fit_residual(kind, core, observations)
+            self._steps[kind] = _step_cost(rows[kind], self._prior.step(kind))
+            counts.append(f"{kind}: {len(observations)} measured units")
+        self.basis = (
+            "; ".join(counts) if self._cores else self._prior.basis
+        )
+        self.unit = lru_cache(maxsize=None)(self._unit)
+
+    def step(self, kind: str) -> StepCost:
+        """Return the per-iteration cost on a device kind."""
+        return self._steps.get(kind) or self._prior.step(kind)
+
+    def _unit(self, key: UnitKey) -> UnitCost:
+        prior = self._prior.unit(key)
+        core = self._cores.get(key.kind)
+        unit = _class_of(key)
+        if core is None or unit not in core.coefficients or key.cp > 1:
+            return prior
+        mbs, seq = key.micro_batch_size, key.seq_length
+        inside = core.in_range(unit, mbs, seq)
+        values = {
+            name: core.value(unit, name, mbs, seq)
+            for name in ("forward_s", "backward_s", "saved_bytes", "transient_bytes")
+        }
+        sigma, memory_sigma = self._sigmas[key.kind], LEAST_MEMORY_LOG_SIGMA
+        if inside:
+            features = self._features(key, values["saved_bytes"])[None, :]
+            time_ratio, memory_ratio = np.exp(self._residuals[key.kind].predict(features)[0])
+            values["forward_s"] *= float(time_ratio)
+            values["backward_s"] *= float(time_ratio)
+            values["saved_bytes"] *= float(memory_ratio)
+        else:
+            sigma = max(sigma, OUT_OF_RANGE_LOG_SIGMA)
+            memory_sigma = OUT_OF_RANGE_MEMORY_LOG_SIGMA
+        return UnitCost(
+            **values,
+            log_sigma=sigma,
+            memory_log_sigma=memory_sigma,
+            measured=True,
+            in_range=inside,
+        )
+
+    def _fit_residual(
+        self, kind: str, core: Core, observations: Sequence[Observation]
+    ) -> None:
+        samples = []
+        errors = []
+        for index, seen in enumerate(observations):
+            unit, mbs, seq = seen.unit_class, seen.micro_batch_size, seen.seq_length
+            key = UnitKey(
+                kind=kind,
+                unit=unit.unit,
+                tp=unit.tp,
+                micro_batch_size=mbs,
+                seq_length=seq,
+                recompute=unit.recompute,
+                modules=unit.modules,
+                sequence_parallel=unit.sequence_parallel,
+            )
+            said = core.value(unit, "forward_s", mbs, seq) + core.value(
+                unit, "backward_s", mbs, seq
+            )
+            saw = seen.values["forward_s"] + seen.values["backward_s"]
+            said_bytes = core.value(unit, "saved_bytes", mbs, seq)
+            targets = np.array(
+                [_log_ratio(saw, said), _log_ratio(seen.values["saved_bytes"], said_bytes)]
+            )
+            errors.append(float(targets[0]) ** 2 + seen.spread**2)
+            samples.append(
+                Sample(
+                    features=self._features(key, said_bytes),
+                    targets=targets,
+                    group=repr(unit),
+                    origin=(index,),
+                )
+            )
+        self._residuals[kind] = Residual.fit(augment(samples))
+        self._sigmas[kind] = max(LEAST_LOG_SIGMA, float(np.sqrt(np.mean(errors))))
+
+    def _features(self, key: UnitKey, saved_bytes: float) -> NDArray[np.float64]:
+        work = self._prior.work(key)
+        tokens = key.micro_batch_size * key.seq_length
+        values = {
+            "ln_flops": np.log1p(work.matmul_flops + work.recomputed_flops),
+            "ln_moved_bytes": np.log1p(work.moved_bytes),
+            "ln_saved_bytes": np.log1p(saved_bytes),
+            "ln_tokens": np.log(tokens),
+            "ln_seq_length": np.log(key.seq_length),
+            "ln_tp": np.log(key.tp),
+            "recompute": _RECOMPUTE_CODES[key.recompute],
+            "unit": _UNIT_CODES[key.unit],
+        }
+        return np.array([values[name] for name in FEATURES], dtype=np.float64)
+
+
+def _class_of(key: UnitKey) -> UnitClass:
+    return UnitClass(
+        unit=key.unit,
+        tp=key.tp,
+        recompute=key.recompute,
+        modules=key.modules,
+        sequence_parallel=key.sequence_parallel,
+    )
+
+
+def _log_ratio(seen: float, said: float) -> float:
+    if seen <= 0 or said <= 0:
+        return 0.0
+    return float(np.clip(np.log(seen / said), -1.0, 1.0))
+
+
+def _step_cost(rows: Sequence[ProfileRow], fallback: StepCost) -> StepCost:
+    """Fit the optimizer's step on its rows: a start-up and a cost for each parameter."""
+    seen = [row for row in rows if row.part == OPTIMIZER and row.status == OK]
+    if not seen:
+        return fallback
+    largest = max(seen, key=lambda row: row.num_parameters)
+    smallest = min(seen, key=lambda row: row.num_parameters)
+    count = largest.num_parameters - smallest.num_parameters
+    each = (
+        max(0.0, largest.forward_s - smallest.forward_s) / count
+        if count
+        else largest.forward_s / largest.num_parameters
+    )
+    return StepCost(
+        optimizer_s_per_parameter=each,
+        optimizer_s=max(0.0, smallest.forward_s - each * smallest.num_parameters),
+        optimizer_bytes_per_parameter=max(
+            row.transient_bytes / row.num_parameters for row in seen if row.num_parameters
+        ),
+        fixed_s=fallback.fixed_s,
+    )

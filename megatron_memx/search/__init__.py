@@ -1,0 +1,1 @@
+"""The search: which sizes, which split, what to recompute."""

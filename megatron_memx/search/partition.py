@@ -1,0 +1,460 @@
+"""Splits and recomputation under one outer choice.
+
+Stages are filled one after the other. For each number of layers used, the beginnings with the least
+estimate are kept (all of them where the space is small, so that nothing is lost). Complete
+configurations are judged by the exact schedule in the order of a bound on their score, until no
+bound can beat what was judged; the best are then improved by single moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_memx.cost.pipeline import lower_bound_s
+from megatron_memx.job import Job
+from megatron_memx.legality import Facts, check_recompute, uniform_group_legal
+from megatron_memx.parallel import Recompute
+from megatron_memx.pins import Constraints
+from megatron_memx.search.evaluate import Evaluated, Evaluator, StageOption
+from megatron_memx.search.table import StageTable, Tables
+
+EXHAUSTIVE_LIMIT = 50_000
+_FINALS = 12
+_BLOCK_STEPS = 8
+_ROUNDS = 12
+
+Score = Callable[[Any, Any, Any], Any]
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How hard to look: beginnings kept, and how far from the fair split (share of it)."""
+
+    beam: int
+    window: float
+
+
+QUICK = Effort(beam=4, window=0.35)
+THOROUGH = Effort(beam=32, window=1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """Result under one outer choice.
+
+    Args:
+        best: The best feasible configuration, or None.
+        nearest: If none fits: the stage options that come nearest.
+        exhaustive: Whether every split and Pareto option was weighed.
+        count: Complete configurations weighed.
+    """
+
+    best: Evaluated | None
+    nearest: tuple[StageOption, ...]
+    exhaustive: bool
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Beginnings:
+    """Fillings of the first ranks, one a row; ``choice[:, r]`` indexes the table of rank r."""
+
+    bound: Array
+    busy: Array
+    peak: Array
+    total: Array
+    squares: Array
+    choice: NDArray[np.int64]
+
+    def take(self, index: NDArray[np.int64]) -> _Beginnings:
+        return _Beginnings(
+            bound=self.bound[index],
+            busy=self.busy[index],
+            peak=self.peak[index],
+            total=self.total[index],
+            squares=self.squares[index],
+            choice=self.choice[index],
+        )
+
+
+def policies(job: Job, pins: Constraints, facts: Facts, layers: int) -> list[Recompute]:
+    """Return the policies offered to a chunk of ``layers`` layers."""
+    if pins.recompute is not None:
+        return [pins.recompute]
+    offered = [Recompute()]
+    # A fused kernel recomputes attention anyway: nothing would be saved.
+    if not job.model.flash_attention:
+        offered.append(Recompute.selective("core_attn"))
+    step = max(1, layers // _BLOCK_STEPS)
+    blocks = sorted({*range(step, layers + 1, step), layers} - {0})
+    offered += [Recompute.full("block", count) for count in blocks]
+    groups = [size for size in (2, 4, 8) if size <= layers]
+    offered += [Recompute.full("uniform", size) for size in groups]
+    return [
+        policy
+        for policy in offered
+        if not check_recompute(job, policy, facts)
+        and uniform_group_legal(policy, layers, facts) is None
+    ]
+
+
+class Partitioner:
+    """Finds splits and policies for one outer choice.
+
+    Args:
+        score: (time, peak load, variance of loads) -> what is minimised; grows with each and
+            takes numbers or arrays.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        tables: Tables,
+        pins: Constraints,
+        facts: Facts,
+        score: Score,
+    ) -> None:
+        self._evaluator, self._tables = evaluator, tables
+        self._pins, self._facts, self._score = pins, facts, score
+        sizes = evaluator.outer.sizes
+        self._sizes = sizes
+        self._pp = sizes.pipeline_model_parallel_size
+        self._vpp = sizes.virtual_pipeline_model_parallel_size
+        self._m = sizes.num_microbatches
+        self._layers = evaluator.job.model.num_layers
+        self._round = self._layers // self._vpp
+        self._stages: dict[tuple[int, int], StageTable] = {}
+        self.count = 0
+
+    def run(self, effort: Effort, *, bound: float = float("inf")) -> Partition:
+        """Return the best configuration whose score may beat ``bound``."""
+        exhaustive = True
+        if self._pins.split is not None:
+            rows = [pareto([o for o in row if o.fits]) for row in self._pinned_rows()]
+            complete = self._combined(rows)
+            best = self._judge_best(
+                complete,
+                bound,
+                improve=False,
+                materialise=lambda choice: [row[i] for row, i in zip(rows, choice, strict=True)],
+            )
+        else:
+            small = self._is_small()
+            window = self._round if small else None
+            beam = EXHAUSTIVE_LIMIT if small else effort.beam
+            complete = self._fill(beam, window or self._window(effort.window), bound)
+            exhaustive = small
+            best = self._judge_best(complete, bound, improve=not small and effort is THOROUGH)
+        nearest = () if best else self._nearest()
+        return Partition(best=best, nearest=nearest, exhaustive=exhaustive, count=self.count)
+
+    def even(self, policy: Recompute) -> Evaluated | None:
+        """Return the even split under one policy, as without MemX; None if layers do not divide."""
+        if self._vpp > 1 or self._layers % self._pp:
+            return None
+        return self.nearly_even(policy)
+
+    def nearly_even(self, policy: Recompute) -> Evaluated:
+        """Return the split that is even but for one layer, under one policy."""
+        counts = self._even_counts()
+        starts = [sum(counts[:slot]) for slot in range(len(counts))]
+        return self._evaluator.evaluate(
+            tuple(
+                self._evaluator.option(
+                    rank,
+                    tuple(starts[rank :: self._pp]),
+                    tuple(counts[rank :: self._pp]),
+                    policy,
+                )
+                for rank in range(self._pp)
+            )
+        )
+
+    def value(self, item: Evaluated) -> float:
+        """Return the exact score of a configuration."""
+        loads = np.array(item.loads)
+        return float(self._score(item.time_s, loads.max(), loads.var()))
+
+    def _even_counts(self) -> list[int]:
+        base, more = divmod(self._layers, self._pp * self._vpp)
+        return [base + (slot < more) for slot in range(self._pp * self._vpp)]
+
+    def _table(self, rank: int, used: int) -> StageTable:
+        key = (rank, 0 if self._tables.uniform else used)
+        if key not in self._stages:
+            kind = self._evaluator.outer.kinds[rank]
+            self._stages[key] = self._tables.stage(self._sizes, kind, rank, key[1])
+        return self._stages[key]
+
+    def _is_small(self) -> bool:
+        splits = comb(self._round - 1, self._pp - 1)
+        if splits > EXHAUSTIVE_LIMIT:
+            return False
+        sizes = [len(self._table(rank, 0).row) / self._round for rank in range(self._pp)]
+        return float(splits * np.prod(np.maximum(sizes, 1.0))) <= EXHAUSTIVE_LIMIT / 4
+
+    def _window(self, share: float) -> list[tuple[int, int]]:
+        """Return for each rank the least and most layers to try, around the fair split in time."""
+        speed = []
+        for rank in range(self._pp):
+            table = self._table(rank, 0)
+            one = table.busy_s[0] / table.layers[0] if len(table.row) else np.inf
+            speed.append(1.0 / one)
+        fair = np.array(speed) * self._round / max(sum(speed), 1e-30)
+        reach = np.maximum(3.0, share * fair)
+        low = np.maximum(1, np.floor(fair - reach)).astype(int)
+        high = np.maximum(low, np.ceil(fair + reach)).astype(int)
+        return list(zip(low.tolist(), high.tolist(), strict=True))
+
+    def _fill(
+        self, beam: int, window: int | Sequence[tuple[int, int]], bound: float
+    ) -> _Beginnings | None:
+        """Return complete fillings, at most ``beam``; None if nothing fits."""
+        zero = np.zeros(1)
+        states = {
+            0: _Beginnings(
+                bound=zero,
+                busy=zero,
+                peak=zero,
+                total=zero,
+                squares=zero,
+                choice=np.zeros((1, 0), dtype=np.int64),
+            )
+        }
+        for rank in range(self._pp):
+            behind = self._pp - rank - 1
+            low, high = (1, self._round) if isinstance(window, int) else window[rank]
+            grown: dict[int, list[_Beginnings]] = {}
+            for used, items in states.items():
+                table = self._table(rank, used)
+                left = self._round - used
+                least, most = (left, left) if behind == 0 else (low, min(high, left - behind))
+                for layers in range(least, most + 1):
+                    begin, end = int(table.start[layers]), int(table.start[layers + 1])
+                    if begin < end:
+                        grown.setdefault(used + layers, []).append(
+                            self._grow(items, table, begin, end)
+                        )
+            states = {}
+            for used, parts in grown.items():
+                kept = self._keep(_joined(parts), used, rank + 1, beam, bound)
+                if kept is not None:
+                    states[used] = kept
+        return states.get(self._round)
+
+    def _grow(
+        self, items: _Beginnings, table: StageTable, begin: int, end: int
+    ) -> _Beginnings:
+        """Return every beginning followed by every option of rows ``begin`` to ``end``."""
+        busy, load = table.busy_s[begin:end], table.load[begin:end]
+        bound = np.maximum(
+            items.bound[:, None], self._m * busy[None, :] + items.busy[:, None] / self._vpp
+        )
+        count = len(busy)
+        choice = np.concatenate(
+            [
+                np.repeat(items.choice, count, axis=0),
+                np.tile(np.arange(begin, end), len(items.bound))[:, None],
+            ],
+            axis=1,
+        )
+        return _Beginnings(
+            bound=bound.ravel(),
+            busy=(items.busy[:, None] + busy[None, :]).ravel(),
+            peak=np.maximum(items.peak[:, None], load[None, :]).ravel(),
+            total=(items.total[:, None] + load[None, :]).ravel(),
+            squares=(items.squares[:, None] + load[None, :] ** 2).ravel(),
+            choice=choice,
+        )
+
+    def _keep(
+        self, items: _Beginnings, used: int, count: int, beam: int, bound: float
+    ) -> _Beginnings | None:
+        """Keep the ``beam`` beginnings of least estimate that can still beat ``bound``."""
+        time_s = np.maximum(items.bound, items.busy)
+        hope = self._score(time_s, items.peak, 0.0)
+        possible = np.flatnonzero(hope <= bound)
+        if not len(possible):
+            return None
+        if len(possible) <= beam:
+            return items.take(possible)
+        items = items.take(possible)
+        # Spread what is left like what is there, but never below the slowest stage so far.
+        spread = self._m * items.busy * (self._round / used) / self._pp
+        variance = np.maximum(0.0, items.squares / count - (items.total / count) ** 2)
+        estimate = self._score(np.maximum(items.bound, spread), items.peak, variance)
+        order = np.lexsort((items.busy, np.round(estimate, 12)))
+        distinct = np.ones(len(order), dtype=bool)
+        ranked = np.round(estimate[order], 9)
+        distinct[1:] = ranked[1:] != ranked[:-1]
+        return items.take(order[distinct][:beam])
+
+    def _judge_best(
+        self,
+        complete: _Beginnings | None,
+        bound: float,
+        *,
+        improve: bool,
+        materialise: Callable[[list[int]], Sequence[StageOption]] | None = None,
+    ) -> Evaluated | None:
+        if complete is None:
+            return None
+        self.count += len(complete.bound)
+        mean = complete.total / self._pp
+        variance = np.maximum(0.0, complete.squares / self._pp - mean**2)
+        least_s = np.maximum(complete.bound, complete.busy)
+        hope = self._score(least_s, complete.peak, variance)
+        best: Evaluated | None = None
+        value = bound
+        judged = 0
+        for index in np.argsort(hope, kind="stable").tolist():
+            if hope[index] >= value or (improve and judged >= _FINALS and best is not None):
+                break
+            choice = complete.choice[index].tolist()
+            item = self._evaluator.evaluate((materialise or self._materialise)(choice))
+            judged += 1
+            score = self.value(item)
+            if score < value or best is None:
+                best, value = item, min(score, value)
+        if best is not None and improve:
+            best = self._improve(best)
+        return best
+
+    def _materialise(self, choice: Sequence[int]) -> tuple[StageOption, ...]:
+        stages = []
+        used = 0
+        for rank, index in enumerate(choice):
+            table = self._table(rank, used)
+            layers = int(table.layers[index])
+            stages.append(self._stage(rank, used, layers, int(table.row[index])))
+            used += layers
+        return tuple(stages)
+
+    def _stage(self, rank: int, first: int, layers: int, row: int) -> StageOption:
+        firsts = tuple(v * self._round + first for v in range(self._vpp))
+        policy = self._tables.rows.policies[row]
+        return self._evaluator.option(rank, firsts, (layers,) * self._vpp, policy)
+
+    def _improve(self, best: Evaluated) -> Evaluated:
+        """Move single layers and change single policies while the exact score falls."""
+        value = self.value(best)
+        for _ in range(_ROUNDS):
+            hopeful = sorted(
+                ((self._hope(stages), index, stages) for index, stages in
+                 enumerate(self._neighbours(best))),
+                key=lambda entry: entry[:2],
+            )[:_FINALS]
+            found = None
+            for hope, _, stages in hopeful:
+                if hope >= value:
+                    break
+                item = self._evaluator.evaluate(stages)
+                self.count += 1
+                if self.value(item) < value:
+                    found, value = item, self.value(item)
+            if found is None:
+                return best
+            best = found
+        return best
+
+    def _hope(self, stages: Sequence[StageOption]) -> float:
+        loads = np.array([stage.load for stage in stages])
+        time_s = lower_bound_s([stage.busy_s for stage in stages], self._m, self._vpp)
+        return float(self._score(time_s, loads.max(), loads.var()))
+
+    def _options(self, rank: int, first: int, layers: int) -> list[StageOption]:
+        table = self._table(rank, first)
+        rows = table.row[int(table.start[layers]) : int(table.start[layers + 1])]
+        return [self._stage(rank, first, layers, int(row)) for row in rows]
+
+    def _neighbours(self, item: Evaluated) -> Iterator[tuple[StageOption, ...]]:
+        """Yield configurations one policy or one moved layer (and two policies) away."""
+        counts = [stage.chunks[0].num_layers for stage in item.stages]
+        firsts = [sum(counts[:rank]) for rank in range(self._pp)]
+        for rank in range(self._pp):
+            for option in self._options(rank, firsts[rank], counts[rank]):
+                if option is not item.stages[rank]:
+                    yield (*item.stages[:rank], option, *item.stages[rank + 1 :])
+        for rank in range(self._pp - 1):
+            for move in (-1, 1):
+                a, b = counts[rank] + move, counts[rank + 1] - move
+                if a < 1 or b < 1:
+                    continue
+                for one in self._options(rank, firsts[rank], a):
+                    for two in self._options(rank + 1, firsts[rank] + a, b):
+                        yield (*item.stages[:rank], one, two, *item.stages[rank + 2 :])
+
+    def _pinned_rows(self) -> list[list[StageOption]]:
+        """Return for each rank every policy's filling of the split that the user wrote."""
+        split = self._pins.split or tuple(self._even_counts())
+        starts = [sum(split[:k]) for k in range(len(split))]
+        rows = []
+        for rank in range(self._pp):
+            slots = range(rank, len(split), self._pp)
+            firsts = tuple(starts[k] for k in slots)
+            counts = tuple(split[k] for k in slots)
+            offered = policies(self._evaluator.job, self._pins, self._facts, max(counts))
+            rows.append([self._evaluator.option(rank, firsts, counts, p) for p in offered])
+        return rows
+
+    def _combined(self, rows: Sequence[Sequence[StageOption]]) -> _Beginnings | None:
+        """Return combinations of one option of each rank."""
+        if not all(rows):
+            return None
+        items = _Beginnings(
+            bound=np.zeros(1),
+            busy=np.zeros(1),
+            peak=np.zeros(1),
+            total=np.zeros(1),
+            squares=np.zeros(1),
+            choice=np.zeros((1, 0), dtype=np.int64),
+        )
+        for rank, row in enumerate(rows):
+            table = StageTable(
+                row=np.arange(len(row)),
+                layers=np.zeros(len(row), dtype=np.int64),
+                busy_s=np.array([option.busy_s for option in row]),
+                load=np.array([option.load for option in row]),
+                start=np.array([0, len(row)]),
+            )
+            grown = self._grow(items, table, 0, len(row))
+            kept = self._keep(grown, 1, rank + 1, THOROUGH.beam, float("inf"))
+            assert kept is not None
+            items = kept
+        return items
+
+    def _nearest(self) -> tuple[StageOption, ...]:
+        """Return the filling that needs least memory: most recomputation, even or pinned split."""
+        return tuple(
+            min(row, key=lambda option: option.memory.high_bytes) for row in self._pinned_rows()
+        )
+
+
+def pareto(options: Sequence[StageOption]) -> list[StageOption]:
+    """Return the options that no other beats in both time and memory, fastest first."""
+    kept: list[StageOption] = []
+    ranked = sorted(options, key=lambda option: (option.busy_s, option.memory.peak_bytes))
+    for option in ranked:
+        if not kept or option.memory.peak_bytes < kept[-1].memory.peak_bytes:
+            kept.append(option)
+    return kept
+
+
+def _joined(parts: Sequence[_Beginnings]) -> _Beginnings:
+    if len(parts) == 1:
+        return parts[0]
+    return _Beginnings(
+        bound=np.concatenate([part.bound for part in parts]),
+        busy=np.concatenate([part.busy for part in parts]),
+        peak=np.concatenate([part.peak for part in parts]),
+        total=np.concatenate([part.total for part in parts]),
+        squares=np.concatenate([part.squares for part in parts]),
+        choice=np.concatenate([part.choice for part in parts]),
+    )
