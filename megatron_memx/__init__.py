@@ -26,7 +26,7 @@ _PUBLIC = {
     "ParallelSizes": "megatron_memx.parallel",
     "Recompute": "megatron_memx.parallel",
 }
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["Cluster", "ModelShape", "ParallelSizes", "Plan", "Recompute", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,11 +6,13 @@ before the user's script is imported; ``verify`` after it has ended.
 
 from __future__ import annotations
 
+from megatron_memx.patches.registry import Context, Patch
+
 from megatron_memx.errors import UpstreamChangedError
-from megatron_memx.patches.registry import Context
 
 
-def _patches() -> tuple:  # type: ignore[type-arg]
+def all_patches() -> tuple[Patch, ...]:
+    """Return every patch in the order in which they are applied."""
     from megatron_memx.patches import arguments, dataset, recompute, schedule
 
     return (arguments.PATCH, dataset.PATCH, recompute.PATCH, schedule.PATCH)
@@ -28,7 +30,7 @@ def apply(context: Context) -> None:
 
     if context.platform is not None:
         platform.install(context.platform)
-    apply_all(_patches(), context)
+    apply_all(all_patches(), context)
 
 
 def verify() -> None:
@@ -39,7 +41,7 @@ def verify() -> None:
     """
     from megatron_memx.patches.registry import never_fired
 
-    silent = never_fired(_patches())
+    silent = never_fired(all_patches())
     if silent:
         raise UpstreamChangedError(
             f"the script ended but these patches never ran: {', '.join(silent)}; the run did not "

@@ -14,6 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_memx.patches.registry import Context, Patch, Replacer, fired, resolve
+
+from megatron_memx import platforms
 from megatron_memx.errors import BadInputError
 from megatron_memx.megatron_args import (
     REPLACED_BY_LAYOUT,
@@ -24,8 +27,6 @@ from megatron_memx.megatron_args import (
     without_options,
 )
 from megatron_memx.options import add_options
-from megatron_memx.patches import platform as platforms
-from megatron_memx.patches.registry import Context, Patch, Replacer, fired, resolve
 from megatron_memx.plan import Plan
 
 _REFUSED_WITH_PLAN = {
@@ -88,7 +89,7 @@ def _known_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[
 
 
 def _apply(context: Context, replacer: Replacer) -> None:
-    import megatron.training.arguments as arguments
+    from megatron.training import arguments
 
     original_add = arguments.add_megatron_arguments
     original_parse = arguments.parse_args

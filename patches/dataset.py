@@ -12,7 +12,7 @@ _TARGET = "megatron.core.datasets.utils:compile_helpers"
 
 
 def _apply(_context: Context, replacer: Replacer) -> None:
-    import megatron.core.datasets.utils as utils
+    from megatron.core.datasets import utils
 
     def compile_helpers(*_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the compiled helper is already there."""

@@ -14,9 +14,10 @@ import functools
 import inspect
 from typing import Any
 
+from megatron_memx.patches.registry import Context, Patch, Replacer, fired, resolve
+
 from megatron_memx.errors import UpstreamChangedError
 from megatron_memx.parallel import Recompute
-from megatron_memx.patches.registry import Context, Patch, Replacer, fired, resolve
 from megatron_memx.plan import Plan
 
 # Release by release: where the block and the hybrid stack live.

@@ -163,9 +163,9 @@ def _results(result: Any) -> tuple[dict[str, list[float]], float | None]:
 
 
 def _apply(context: Context, replacer: Replacer) -> None:
-    import megatron.core.pipeline_parallel.schedules as schedules
-    import megatron.training.training as training
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.training import training
 
     assert context.run_dir is not None
     recorder = Recorder(context.run_dir, context.platform)

@@ -23,6 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     from megatron_memx.options import parse_options
     from megatron_memx.pins import user_facts
     from megatron_memx.planner import make_plan, make_request
+    from megatron_memx.platforms import default_words
     from megatron_memx.profile.store import ProfileStore, layer_signature
     from megatron_memx.versions import installed, megatron_version
 
@@ -58,7 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     started = perf_counter()
     cluster = load_cluster(options.cluster)
     memx = parse_options(after)
-    job = parse_job(after)
+    platform = cluster.kind_of(0).platform
+    job = parse_job([*after, *default_words(platform, after)])
     release = options.megatron or megatron_version() or "0.19.2"
     engine = options.transformer_engine == "yes"
     facts = replace(

@@ -35,14 +35,21 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How hard to look: beginnings kept, and how far from the fair split (share of it)."""
+    """How hard to look.
+
+    Args:
+        beam: Beginnings kept for each number of layers used.
+        window: How far a stage may be from its fair share, as a share of it.
+        drift: How many layers the first ranks together may be from theirs.
+    """
 
     beam: int
     window: float
+    drift: float
 
 
-QUICK = Effort(beam=4, window=0.35)
-THOROUGH = Effort(beam=32, window=1.0)
+QUICK = Effort(beam=4, window=0.35, drift=3)
+THOROUGH = Effort(beam=32, window=1.0, drift=float("inf"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +80,14 @@ class _Beginnings:
     squares: Array
     choice: NDArray[np.int64]
 
-    def take(self, index: NDArray[np.int64]) -> _Beginnings:
-        return _Beginnings(
-            bound=self.bound[index],
-            busy=self.busy[index],
-            peak=self.peak[index],
-            total=self.total[index],
-            squares=self.squares[index],
-            choice=self.choice[index],
-        )
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grown:
+    """Beginnings with one more rank; ``columns`` in the order of :class:`_Beginnings`."""
+
+    columns: tuple[Array, ...]
+    parent: NDArray[np.int64]
+    option: NDArray[np.int64]
 
 
 def policies(job: Job, pins: Constraints, facts: Facts, layers: int) -> list[Recompute]:
@@ -147,9 +153,9 @@ class Partitioner:
             )
         else:
             small = self._is_small()
-            window = self._round if small else None
-            beam = EXHAUSTIVE_LIMIT if small else effort.beam
-            complete = self._fill(beam, window or self._window(effort.window), bound)
+            if small:
+                effort = Effort(beam=EXHAUSTIVE_LIMIT, window=float("inf"), drift=float("inf"))
+            complete = self._fill(effort, bound)
             exhaustive = small
             best = self._judge_best(complete, bound, improve=not small and effort is THOROUGH)
         nearest = () if best else self._nearest()
@@ -200,23 +206,22 @@ class Partitioner:
         sizes = [len(self._table(rank, 0).row) / self._round for rank in range(self._pp)]
         return float(splits * np.prod(np.maximum(sizes, 1.0))) <= EXHAUSTIVE_LIMIT / 4
 
-    def _window(self, share: float) -> list[tuple[int, int]]:
-        """Return for each rank the least and most layers to try, around the fair split in time."""
-        speed = []
+    def _fair(self) -> Array:
+        """Return the layers (not whole) of each rank that take equal time."""
+        one = []
         for rank in range(self._pp):
             table = self._table(rank, 0)
-            one = table.busy_s[0] / table.layers[0] if len(table.row) else np.inf
-            speed.append(1.0 / one)
-        fair = np.array(speed) * self._round / max(sum(speed), 1e-30)
-        reach = np.maximum(3.0, share * fair)
-        low = np.maximum(1, np.floor(fair - reach)).astype(int)
-        high = np.maximum(low, np.ceil(fair + reach)).astype(int)
-        return list(zip(low.tolist(), high.tolist(), strict=True))
+            one.append(table.busy_s[0] / table.layers[0] if len(table.row) else np.inf)
+        speed = 1.0 / np.array(one)
+        return np.asarray(speed * self._round / max(float(speed.sum()), 1e-30))
 
-    def _fill(
-        self, beam: int, window: int | Sequence[tuple[int, int]], bound: float
-    ) -> _Beginnings | None:
-        """Return complete fillings, at most ``beam``; None if nothing fits."""
+    def _fill(self, effort: Effort, bound: float) -> _Beginnings | None:
+        """Return complete fillings; None if nothing fits."""
+        fair = self._fair()
+        reach = np.maximum(3.0, effort.window * fair)
+        lows = np.maximum(1, np.floor(np.maximum(fair - reach, 1.0)))
+        highs = np.minimum(self._round, np.ceil(np.maximum(fair + reach, 1.0)))
+        until = np.cumsum(fair)
         zero = np.zeros(1)
         states = {
             0: _Beginnings(
@@ -230,71 +235,104 @@ class Partitioner:
         }
         for rank in range(self._pp):
             behind = self._pp - rank - 1
-            low, high = (1, self._round) if isinstance(window, int) else window[rank]
-            grown: dict[int, list[_Beginnings]] = {}
+            low, high = int(lows[rank]), int(highs[rank])
+            grown: dict[int, list[_Grown]] = {}
+            sources: list[NDArray[np.int64]] = []
+            offset = 0
             for used, items in states.items():
                 table = self._table(rank, used)
                 left = self._round - used
                 least, most = (left, left) if behind == 0 else (low, min(high, left - behind))
-                for layers in range(least, most + 1):
-                    begin, end = int(table.start[layers]), int(table.start[layers + 1])
-                    if begin < end:
-                        grown.setdefault(used + layers, []).append(
-                            self._grow(items, table, begin, end)
-                        )
+                sources.append(items.choice)
+                if least <= most:
+                    parts = self._grow(items, table, least, most, offset)
+                    for layers, part in parts:
+                        grown.setdefault(used + layers, []).append(part)
+                offset += len(items.bound)
+            before = np.concatenate(sources)
             states = {}
-            for used, parts in grown.items():
-                kept = self._keep(_joined(parts), used, rank + 1, beam, bound)
+            for used, made in grown.items():
+                if behind and abs(used - until[rank]) > effort.drift:
+                    continue
+                kept = self._keep(_joined(made), before, used, rank + 1, effort.beam, bound)
                 if kept is not None:
                     states[used] = kept
         return states.get(self._round)
 
     def _grow(
-        self, items: _Beginnings, table: StageTable, begin: int, end: int
-    ) -> _Beginnings:
-        """Return every beginning followed by every option of rows ``begin`` to ``end``."""
-        busy, load = table.busy_s[begin:end], table.load[begin:end]
+        self, items: _Beginnings, table: StageTable, least: int, most: int, offset: int
+    ) -> list[tuple[int, _Grown]]:
+        """Return every beginning followed by every option of ``least`` to ``most`` layers."""
+        begin, end = int(table.start[least]), int(table.start[most + 1])
+        busy, load = table.busy_s[None, begin:end], table.load[None, begin:end]
         bound = np.maximum(
-            items.bound[:, None], self._m * busy[None, :] + items.busy[:, None] / self._vpp
+            items.bound[:, None], self._m * busy + items.busy[:, None] / self._vpp
         )
-        count = len(busy)
-        choice = np.concatenate(
-            [
-                np.repeat(items.choice, count, axis=0),
-                np.tile(np.arange(begin, end), len(items.bound))[:, None],
-            ],
-            axis=1,
+        columns = (
+            bound,
+            items.busy[:, None] + busy,
+            np.maximum(items.peak[:, None], load),
+            items.total[:, None] + load,
+            items.squares[:, None] + load**2,
         )
-        return _Beginnings(
-            bound=bound.ravel(),
-            busy=(items.busy[:, None] + busy[None, :]).ravel(),
-            peak=np.maximum(items.peak[:, None], load[None, :]).ravel(),
-            total=(items.total[:, None] + load[None, :]).ravel(),
-            squares=(items.squares[:, None] + load[None, :] ** 2).ravel(),
-            choice=choice,
-        )
+        parent = np.arange(offset, offset + len(items.bound))
+        parts = []
+        for layers in range(least, most + 1):
+            here = slice(int(table.start[layers]) - begin, int(table.start[layers + 1]) - begin)
+            count = here.stop - here.start
+            if count:
+                option = np.arange(begin + here.start, begin + here.stop)
+                parts.append(
+                    (
+                        layers,
+                        _Grown(
+                            tuple(column[:, here].ravel() for column in columns),
+                            parent.repeat(count),
+                            np.broadcast_to(option, (len(parent), count)).ravel(),
+                        ),
+                    )
+                )
+        return parts
 
     def _keep(
-        self, items: _Beginnings, used: int, count: int, beam: int, bound: float
+        self,
+        grown: _Grown,
+        before: NDArray[np.int64],
+        used: int,
+        count: int,
+        beam: int,
+        bound: float,
     ) -> _Beginnings | None:
         """Keep the ``beam`` beginnings of least estimate that can still beat ``bound``."""
-        time_s = np.maximum(items.bound, items.busy)
-        hope = self._score(time_s, items.peak, 0.0)
-        possible = np.flatnonzero(hope <= bound)
-        if not len(possible):
+        least_s, busy, peak, total, squares = grown.columns
+        hope = self._score(np.maximum(least_s, busy), peak, 0.0)
+        index = np.flatnonzero(hope <= bound)
+        if not len(index):
             return None
-        if len(possible) <= beam:
-            return items.take(possible)
-        items = items.take(possible)
-        # Spread what is left like what is there, but never below the slowest stage so far.
-        spread = self._m * items.busy * (self._round / used) / self._pp
-        variance = np.maximum(0.0, items.squares / count - (items.total / count) ** 2)
-        estimate = self._score(np.maximum(items.bound, spread), items.peak, variance)
-        order = np.lexsort((items.busy, np.round(estimate, 12)))
-        distinct = np.ones(len(order), dtype=bool)
-        ranked = np.round(estimate[order], 9)
-        distinct[1:] = ranked[1:] != ranked[:-1]
-        return items.take(order[distinct][:beam])
+        if len(index) > beam:
+            share = self._pp if self._pins.split is not None else self._round
+            # Spread what is left like what is there, but never below the slowest stage so far.
+            spread = self._m * busy[index] * (share / used) / self._pp
+            mean: Array = total[index] / count
+            variance: Array = np.maximum(0.0, squares[index] / count - mean * mean)
+            time_s = np.maximum(least_s[index], spread)
+            estimate: Array = np.round(self._score(time_s, peak[index], variance), 9)
+            order = np.lexsort((busy[index], estimate))
+            ranked = estimate[order]
+            distinct = np.ones(len(order), dtype=bool)
+            distinct[1:] = ranked[1:] != ranked[:-1]
+            index = index[order[distinct][:beam]]
+        choice = np.concatenate(
+            [before[grown.parent[index]], grown.option[index][:, None]], axis=1
+        )
+        return _Beginnings(
+            bound=least_s[index],
+            busy=busy[index],
+            peak=peak[index],
+            total=total[index],
+            squares=squares[index],
+            choice=choice,
+        )
 
     def _judge_best(
         self,
@@ -424,8 +462,10 @@ class Partitioner:
                 load=np.array([option.load for option in row]),
                 start=np.array([0, len(row)]),
             )
-            grown = self._grow(items, table, 0, len(row))
-            kept = self._keep(grown, 1, rank + 1, THOROUGH.beam, float("inf"))
+            ((_, grown),) = self._grow(items, table, 0, 0, 0)
+            kept = self._keep(
+                grown, items.choice, rank + 1, rank + 1, THOROUGH.beam, float("inf")
+            )
             assert kept is not None
             items = kept
         return items
@@ -447,14 +487,12 @@ def pareto(options: Sequence[StageOption]) -> list[StageOption]:
     return kept
 
 
-def _joined(parts: Sequence[_Beginnings]) -> _Beginnings:
+def _joined(parts: Sequence[_Grown]) -> _Grown:
     if len(parts) == 1:
         return parts[0]
-    return _Beginnings(
-        bound=np.concatenate([part.bound for part in parts]),
-        busy=np.concatenate([part.busy for part in parts]),
-        peak=np.concatenate([part.peak for part in parts]),
-        total=np.concatenate([part.total for part in parts]),
-        squares=np.concatenate([part.squares for part in parts]),
-        choice=np.concatenate([part.choice for part in parts]),
+    columns = zip(*(part.columns for part in parts), strict=True)
+    return _Grown(
+        tuple(np.concatenate(column) for column in columns),
+        np.concatenate([part.parent for part in parts]),
+        np.concatenate([part.option for part in parts]),
     )

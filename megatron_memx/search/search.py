@@ -12,7 +12,7 @@ from megatron_memx.cost.units import UnitProvider
 from megatron_memx.errors import InfeasibleError
 from megatron_memx.job import Job
 from megatron_memx.legality import Facts
-from megatron_memx.objective import TIME_ONLY, Reference, Weights, auto_weights, phi, phi_of
+from megatron_memx.objective import TIME_ONLY, Reference, Weights, auto_weights, phi_of
 from megatron_memx.parallel import Recompute
 from megatron_memx.pins import Constraints
 from megatron_memx.search.evaluate import Evaluated, Evaluator, StageOption
@@ -20,7 +20,6 @@ from megatron_memx.search.partition import QUICK, THOROUGH, Partitioner, policie
 from megatron_memx.search.space import Outer, Rejection, outer_space
 from megatron_memx.search.table import Rows, Tables
 from megatron_memx.units import format_bytes, format_seconds
-
 
 # Outer choices that are looked at thoroughly, best first after the quick look.
 _THOROUGH_OUTERS = 8

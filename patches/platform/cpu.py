@@ -23,13 +23,9 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = (
-    "tensor as_tensor asarray empty empty_like empty_strided zeros zeros_like ones ones_like full "
-    "full_like rand rand_like randn randn_like randint randint_like randperm arange linspace eye "
-    "tril_indices triu_indices scalar_tensor"
-).split()
-_NEW_METHODS = "new_tensor new_empty new_zeros new_ones new_full".split()
-_TENSOR_TYPES = "FloatTensor HalfTensor BFloat16Tensor DoubleTensor IntTensor LongTensor".split()
+_FACTORIES = ["tensor", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "arange", "linspace", "eye", "tril_indices", "triu_indices", "scalar_tensor"]
+_NEW_METHODS = ["new_tensor", "new_empty", "new_zeros", "new_ones", "new_full"]
+_TENSOR_TYPES = ["FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor"]
 _replaced: list[tuple[Any, str, Any]] = []
 _MISSING = object()
 
@@ -238,7 +234,7 @@ def _cuda_surface() -> dict[str, Any]:
         "get_device_properties": _properties,
         "get_device_name": _device_name,
         "get_device_capability": lambda *_a, **_k: (8, 0),
-        "get_arch_list": lambda: [],
+        "get_arch_list": list,
         "is_bf16_supported": lambda *_a, **_k: True,
         "Stream": Stream,
         "ExternalStream": Stream,

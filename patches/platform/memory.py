@@ -46,7 +46,7 @@ class StorageTracker(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         global _active, _last_current, _last_peak
         super().__exit__(*exc)
         _last_current, _last_peak = self.current_bytes, self.peak_bytes
