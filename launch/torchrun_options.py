@@ -80,7 +80,7 @@ def split(words: Sequence[str]) -> Invocation:
             return _invocation(words[:index], values, rest)
         if not word.startswith("-") or word == "-":
             return _invocation(words[:index], values, words[index:])
-        name, value, takes = _option(word, words[index + 1 :])
+        name, value, takes = option_at(word, words[index + 1 :])
         values[name] = value
         index += 1 + takes
     return _invocation(words, values, ())
@@ -97,7 +97,7 @@ def _invocation(
     )
 
 
-def _option(word: str, behind: Sequence[str]) -> tuple[str, str, int]:
+def option_at(word: str, behind: Sequence[str]) -> tuple[str, str, int]:
     """Return (name, value, words taken from behind)."""
     if word.startswith("--"):
         flag, sign, value = word.partition("=")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_memx.cache.signature import PLANNER_VERSION, signature
-from megatron_memx.cluster import Cluster
+from megatron_memx.cluster import Cluster, Link
 from megatron_memx.errors import BadInputError
 from megatron_memx.job import Job
 from megatron_memx.legality import Facts, check_chunks
@@ -18,7 +18,8 @@ from megatron_memx.objective import PROFILES, Weights
 from megatron_memx.options import MemXOptions
 from megatron_memx.pins import Constraints, constraints
 from megatron_memx.plan import Plan, Prediction, Stage, StagePrediction
-from megatron_memx.profile.store import ProfileRow, digest
+from megatron_memx.profile.design import LINK
+from megatron_memx.profile.store import OK, ProfileRow, digest
 
 DEFAULT_MARGIN = 0.05
 
@@ -140,17 +141,18 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
     from megatron_memx.cost.units import UnitProvider
     from megatron_memx.search.search import SearchRequest, search
 
+    cluster = with_measured_links(request.cluster, rows)
     provider: UnitProvider
     if any(rows.values()):
         from megatron_memx.predictor.model import FittedProvider
 
-        provider = FittedProvider(request.job, request.cluster, rows)
+        provider = FittedProvider(request.job, cluster, rows)
     else:
-        provider = CatalogueProvider(request.job, request.cluster)
+        provider = CatalogueProvider(request.job, cluster)
     result = search(
         SearchRequest(
             job=request.job,
-            cluster=request.cluster,
+            cluster=cluster,
             provider=provider,
             pins=request.pins,
             facts=request.facts,
@@ -190,7 +192,7 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
         parallel=best.outer.sizes,
         stages=stages,
         model=request.job.model.to_dict(),
-        cluster=request.cluster.to_dict(),
+        cluster=cluster.to_dict(),
         versions=dict(request.versions),
         origin={
             "basis": provider.basis,
@@ -221,6 +223,36 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
         runners_up=result.runners_up,
         rejected=result.rejected,
     )
+
+
+def with_measured_links(
+    cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]
+) -> Cluster:
+    """Return the cluster with each link that was measured: two sizes give start-up and rate."""
+    by_link: dict[tuple[str, str], list[ProfileRow]] = {}
+    for row in (row for each in rows.values() for row in each):
+        if row.part == LINK and row.status == OK:
+            pair = "|".join(sorted((row.device_kind, row.peer_kind)))
+            by_link.setdefault((row.where, pair), []).append(row)
+    intra: dict[str, Link] = {}
+    inter: dict[str, Link] = {}
+    for (where, pair), found in by_link.items():
+        small = min(found, key=lambda row: row.size_bytes)
+        large = max(found, key=lambda row: row.size_bytes)
+        extra_s = large.forward_s - small.forward_s
+        if large.size_bytes == small.size_bytes or extra_s <= 0:
+            continue
+        rate = (large.size_bytes - small.size_bytes) / extra_s
+        link = Link(
+            bandwidth_bytes_per_s=rate,
+            latency_s=max(0.0, small.forward_s - small.size_bytes / rate),
+            source="measured",
+        )
+        if where == "intra-node":
+            intra[pair.split("|")[0]] = link
+        else:
+            inter[pair] = link
+    return cluster.with_links(intra, inter)
 
 
 def check_plan_fits(plan: Plan, *, world_size: int, job: Job | None = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import platform as host_platform
 import time
@@ -274,10 +275,16 @@ def _free_and_total_bytes() -> tuple[int, int]:
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
+def _not_about_generators(record: logging.LogRecord) -> bool:
+    # CPU and "GPU" generators are one here, so that Megatron's warning is true and means nothing.
+    return "CPU RNG state changed" not in record.getMessage()
+
+
 def install() -> None:
     """Replace the ``torch.cuda`` surface; a second call does nothing."""
     if _replaced:
         return
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_generators)
     for name, value in _cuda_surface().items():
         plain = isinstance(value, (type, tuple)) or not callable(value)
         # Some callers go through the module that defines the name, as torch.cuda.random.
@@ -307,6 +314,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put every replaced attribute back."""
+    logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_not_about_generators)
     while _replaced:
         owner, name, value = _replaced.pop()
         if value is _MISSING:
