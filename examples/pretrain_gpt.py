@@ -107,9 +107,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
     inner = model
     while not hasattr(inner, "vp_stage"):
         inner = inner.module
-    tokens, labels, loss_mask, attention_mask, positions = get_batch(
-        data_iterator, inner.vp_stage
-    )
+    tokens, labels, loss_mask, attention_mask, positions = get_batch(data_iterator, inner.vp_stage)
     output = model(tokens, positions, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 

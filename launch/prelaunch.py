@@ -87,9 +87,7 @@ def prepare(invocation: Invocation, options: MemXOptions, *, started_s: float) -
     )
 
 
-def find_cluster(
-    invocation: Invocation, options: MemXOptions
-) -> tuple[Cluster, list[str]]:
+def find_cluster(invocation: Invocation, options: MemXOptions) -> tuple[Cluster, list[str]]:
     """Return the cluster of the launch, from its file or from what this node has.
 
     Raises:
@@ -165,9 +163,7 @@ def script_folders(invocation: Invocation) -> list[str]:
     return [str(Path(invocation.script).resolve().parent)]
 
 
-def _request(
-    invocation: Invocation, options: MemXOptions, job: Job, cluster: Cluster
-) -> Request:
+def _request(invocation: Invocation, options: MemXOptions, job: Job, cluster: Cluster) -> Request:
     megatron = require_megatron(script_folders(invocation))
     impl = job.model.transformer_impl
     return make_request(

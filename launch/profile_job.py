@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_memx.errors import BadInputError
 from megatron_memx.launch.torchrun_options import Invocation
+
+from megatron_memx.errors import BadInputError
 from megatron_memx.planner import Request
 from megatron_memx.profile.design import (
     LINK,
@@ -38,9 +39,7 @@ def wanted_points(request: Request) -> tuple[ProfilePoint, ...]:
     ]
     if not outers:
         return ()
-    tps = sorted(
-        {(o.sizes.tensor_model_parallel_size, o.sizes.sequence_parallel) for o in outers}
-    )
+    tps = sorted({(o.sizes.tensor_model_parallel_size, o.sizes.sequence_parallel) for o in outers})
     sizes = sorted({o.sizes.micro_batch_size for o in outers})
     offered = policies(job, request.pins, request.facts, job.model.num_layers)
     return minimal_set(
@@ -135,6 +134,7 @@ def _run(invocation: Invocation, task: Path, folder: str, platform: str) -> None
         script_folders,
     )
     from megatron_memx.launch.supervisor import agent_command, run
+
     from megatron_memx.platforms import prepare_environment
 
     environment = dict(os.environ)

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_memx.launch.profile_job import TASK
 from megatron_memx.launch.supervisor import die_with_parent
+
 from megatron_memx.megatron_args import REPLACED_BY_LAYOUT, without_options
 from megatron_memx.options import OPTIONS
 from megatron_memx.parallel import Recompute
@@ -65,7 +66,9 @@ class Worker:
         if points:
             self.enter(points[0])
         elif self.args is None:
-            self.enter(ProfilePoint(part=MIDDLE, num_layers=1, tp=1, micro_batch_size=1, seq_length=8))
+            self.enter(
+                ProfilePoint(part=MIDDLE, num_layers=1, tp=1, micro_batch_size=1, seq_length=8)
+            )
         self.measure_links()
         if self.rank == 0:
             self.say(f"done in {time.monotonic() - started:.0f} s")
@@ -77,7 +80,6 @@ class Worker:
     def enter(self, point: ProfilePoint) -> None:
         """Set Megatron up for the point's tensor-parallel size."""
         from megatron.core import parallel_state, tensor_parallel
-
         from megatron_memx.patches.model import parsed_arguments
 
         if self.args is not None and (self.tp, self.args.sequence_parallel) == (
@@ -315,7 +317,6 @@ class Piece:
             DistributedDataParallelConfig,
         )
         from megatron.core.transformer.module import Float16Module
-
         from megatron_memx.patches.model import build, transformer_config
 
         torch, args = worker.torch, worker.args
@@ -383,6 +384,8 @@ class Piece:
     def memory(self) -> tuple[int, int]:
         """Return (bytes held after the forward pass, most bytes needed above that)."""
         worker = self._worker
+        if not self._pre:
+            _unwrap(self.module).set_input_tensor(None)  # drop the last pass's input
         with worker.tracker() as tracker:
             before = tracker.current_bytes
             hidden = self._input()
@@ -426,7 +429,7 @@ class _quiet:  # noqa: N801 - reads like the function that it stands for
 
     def __enter__(self) -> None:
         self._before = sys.stdout
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w")
 
     def __exit__(self, *_exc: object) -> None:
         sys.stdout.close()
@@ -459,8 +462,9 @@ def main(words: list[str]) -> int:
     """Run one rank of the profile."""
     die_with_parent()
     task = json.loads(Path(os.environ[TASK]).read_text(encoding="utf-8"))
-    from megatron_memx import patches
     from megatron_memx.patches.registry import Context
+
+    from megatron_memx import patches
 
     patches.apply(Context(platform=task["platform"], allow_unknown=bool(task["allow_unknown"])))
     Worker(task, words).run()

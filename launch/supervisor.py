@@ -55,7 +55,10 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, grace_s: floa
                 os._exit(1)
 
         child = subprocess.Popen(
-            list(command), env=dict(environment), start_new_session=True, preexec_fn=prepare
+            list(command),
+            env=dict(environment),
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509 - this process has no threads
         )
         code = _wait(child, received, grace_s)
     finally:

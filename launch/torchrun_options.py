@@ -17,7 +17,35 @@ SWITCHES = frozenset(
     ["standalone", "module", "no_python", "run_path", "virtual_local_rank", "help"]
 )
 WITH_VALUE = frozenset(
-    ["nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts", "monitor_interval", "start_method", "event_log_handler", "role", "log_dir", "redirects", "tee", "log_line_prefix_template", "local_ranks_filter", "duplicate_stdout_filters", "duplicate_stderr_filters", "node_rank", "master_addr", "master_port", "local_addr", "logs_specs", "numa_binding", "signals_to_handle", "shutdown_timeout", "print_completion"]
+    [
+        "nnodes",
+        "nproc_per_node",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "rdzv_conf",
+        "max_restarts",
+        "monitor_interval",
+        "start_method",
+        "event_log_handler",
+        "role",
+        "log_dir",
+        "redirects",
+        "tee",
+        "log_line_prefix_template",
+        "local_ranks_filter",
+        "duplicate_stdout_filters",
+        "duplicate_stderr_filters",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "local_addr",
+        "logs_specs",
+        "numa_binding",
+        "signals_to_handle",
+        "shutdown_timeout",
+        "print_completion",
+    ]
 )
 _SHORT = {"m": "module", "r": "redirects", "t": "tee", "h": "help"}
 # torchrun reads these from PET_<NAME> where the option is not given.
@@ -55,7 +83,7 @@ class Invocation:
         """Most nodes of the job (``--nnodes`` may be a range)."""
         text = str(self.value("nnodes"))
         try:
-            return int(text.split(":")[-1])
+            return int(text.rsplit(":", maxsplit=1)[-1])
         except ValueError:
             raise BadInputError(
                 f"--nnodes {text!r} is neither a number nor a range",
@@ -86,9 +114,7 @@ def split(words: Sequence[str]) -> Invocation:
     return _invocation(words, values, ())
 
 
-def _invocation(
-    launcher: Sequence[str], values: dict[str, str], rest: Sequence[str]
-) -> Invocation:
+def _invocation(launcher: Sequence[str], values: dict[str, str], rest: Sequence[str]) -> Invocation:
     return Invocation(
         launcher=tuple(launcher),
         values=values,

@@ -267,7 +267,9 @@ def _links(
         inside = row["where"] == "intra-node"
         link = Link(
             bandwidth_bytes_per_s=speed,
-            latency_s=float(row.get("latency_s", ASSUMED_LATENCY_S["intra" if inside else "inter"])),
+            latency_s=float(
+                row.get("latency_s", ASSUMED_LATENCY_S["intra" if inside else "inter"])
+            ),
             kind=row.get("kind", "direct"),
         )
         if inside:

@@ -17,9 +17,16 @@ from megatron_memx.plan import Chunk
 from megatron_memx.versions import release
 
 # Modules that selective recomputation knows in every supported release.
-RECOMPUTE_MODULES = (
-    ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"]
-)
+RECOMPUTE_MODULES = [
+    "core_attn",
+    "moe_act",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "gdn_norm_out",
+]
 _NEEDS_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "gdn_norm_out"}
 
 
@@ -67,9 +74,7 @@ def check_sizes(job: Job, sizes: ParallelSizes, facts: Facts) -> list[Violation]
     ]
 
 
-def check_chunks(
-    job: Job, sizes: ParallelSizes, chunks: Sequence[Sequence[Chunk]], facts: Facts
-) -> list[Violation]:
+def check_chunks(job: Job, chunks: Sequence[Sequence[Chunk]], facts: Facts) -> list[Violation]:
     """Return the rules that a split and its recomputation break.
 
     Args:
@@ -269,7 +274,7 @@ def _tensor_rules(model: ModelShape, sizes: ParallelSizes, facts: Facts) -> list
             )
         )
     if sizes.sequence_parallel:
-        if not facts.fused_norms or model.transformer_impl == "local" and not facts.fused_norms:
+        if not facts.fused_norms or (model.transformer_impl == "local" and not facts.fused_norms):
             found.append(
                 Violation(
                     rule="sp-norm",

@@ -98,11 +98,9 @@ def expand_layout(text: str) -> str:
 
 
 def hybrid_pattern(plan: Plan) -> str:
-    """Return the plan's split as a hybrid layer pattern: ``*`` attention, ``-`` MLP, ``|`` stage."""
+    """Return the plan's split as a hybrid pattern: ``*`` attention, ``-`` MLP, ``|`` stage."""
     vpp = plan.parallel.virtual_pipeline_model_parallel_size
-    return "|".join(
-        "*-" * stage.chunks[v].num_layers for v in range(vpp) for stage in plan.stages
-    )
+    return "|".join("*-" * stage.chunks[v].num_layers for v in range(vpp) for stage in plan.stages)
 
 
 def plan_overrides(plan: Plan) -> dict[str, Any]:

@@ -92,7 +92,17 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no GPT can have."""
-        for name in ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "seq_length", "max_position_embeddings", "vocab_size"]:
+        for name in [
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "seq_length",
+            "max_position_embeddings",
+            "vocab_size",
+        ]:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise BadInputError(

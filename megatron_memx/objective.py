@@ -81,7 +81,7 @@ def phi(time_s: float, loads: Sequence[float], weights: Weights, reference: Refe
     return float(phi_of(time_s, max(loads), variance, weights, reference))
 
 
-def phi_of(
+def phi_of[Number: Any](
     time_s: Number, peak: Number, variance: Number, weights: Weights, reference: Reference
 ) -> Number:
     """Return Phi from its three parts: numbers, or arrays of them."""

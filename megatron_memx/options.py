@@ -66,14 +66,12 @@ OPTIONS: tuple[Option, ...] = (
         help="folder of plans and profiles (default: $MEMX_CACHE_DIR or ~/.cache/megatron_memx)",
     ),
     Option(flag="--memx-replan", type=None, help="search again although the cache holds a plan"),
-    Option(
-        flag="--memx-dry-run", type=None, help="plan and show what would be run; start no rank"
-    ),
+    Option(flag="--memx-dry-run", type=None, help="plan and show what would be run; start no rank"),
     Option(
         flag="--memx-profile",
         type=str,
         metavar="auto|never|FILE",
-        help="auto (default): measure what is missing; never: plan from what is known; FILE: use it",
+        help="auto (default): measure what is missing; never: use nothing measured; FILE: its rows",
     ),
     Option(
         flag="--memx-platform",

@@ -181,9 +181,7 @@ class ParallelSizes:
         if self.context_parallel_size > 1:
             text += f" cp{self.context_parallel_size}"
         if self.expert_model_parallel_size > 1:
-            text += (
-                f" ep{self.expert_model_parallel_size} etp{self.expert_tensor_parallel_size}"
-            )
+            text += f" ep{self.expert_model_parallel_size} etp{self.expert_tensor_parallel_size}"
         return f"{text} vpp{self.virtual_pipeline_model_parallel_size} mbs{self.micro_batch_size}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def constraints(job: Job, world_size: int, facts: Facts) -> Constraints:
     tp, cp = pins.get("tensor_model_parallel_size"), pins.get("context_parallel_size")
     pp, vpp, split = _split(job)
     ep, etp = pins.get("expert_model_parallel_size"), pins.get("expert_tensor_parallel_size")
-    _check_world(pins, world_size, tp=tp, cp=cp, pp=pp)
+    _check_world(world_size, tp=tp, cp=cp, pp=pp)
     _check_batch(job, world_size, tp=tp, cp=cp, pp=pp)
     if job.model.moe is not None:
         _check_experts(world_size, tp=tp, pp=pp, ep=ep, etp=etp)
@@ -218,9 +218,7 @@ def _edge_split(
     return tuple(count // vpp for _ in range(vpp) for count in counts)
 
 
-def _layout_split(
-    job: Job, layout: str, pp: int | None
-) -> tuple[int, int, tuple[int, ...]]:
+def _layout_split(job: Job, layout: str, pp: int | None) -> tuple[int, int, tuple[int, ...]]:
     flag = "--pipeline-model-parallel-layout"
     slots = layout.split("|")
     if pp is None:
@@ -234,8 +232,11 @@ def _layout_split(
             f"layout {layout} has {len(slots)} slots, not a multiple of pp {pp}", flag=flag
         )
     letters = layout.replace("|", "")
-    if letters.count("E") != 1 or letters.count("L") != 1 or letters[0] != "E" or (
-        letters[-1] != "L"
+    if (
+        letters.count("E") != 1
+        or letters.count("L") != 1
+        or letters[0] != "E"
+        or (letters[-1] != "L")
     ):
         raise LegalityError(
             f"layout {layout}: one E stands first and one L last",
@@ -276,7 +277,7 @@ def _not_multiple(layers: int, pp: int, vpp: int, flag: str) -> None:
     )
 
 
-def _check_world(pins: Mapping[str, Any], world: int, **sizes: int | None) -> None:
+def _check_world(world: int, **sizes: int | None) -> None:
     given = {name: value for name, value in sizes.items() if value}
     product = 1
     for value in given.values():

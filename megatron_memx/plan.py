@@ -47,7 +47,9 @@ class Chunk:
     def letters(self) -> str:
         """This chunk in Megatron's layout string, e.g. ``Ettt``."""
         return (
-            "E" * self.embedding + "t" * self.num_layers + "m" * self.mtp_num_layers
+            "E" * self.embedding
+            + "t" * self.num_layers
+            + "m" * self.mtp_num_layers
             + "L" * self.loss
         )
 
@@ -155,9 +157,7 @@ class Plan:
         Slot k holds chunk ``k // pp`` of pipeline rank ``k % pp``.
         """
         vpp = self.parallel.virtual_pipeline_model_parallel_size
-        return "|".join(
-            stage.chunks[v].letters for v in range(vpp) for stage in self.stages
-        )
+        return "|".join(stage.chunks[v].letters for v in range(vpp) for stage in self.stages)
 
     def recompute_of(self, pipeline_rank: int, virtual_stage: int) -> Recompute:
         """Return the recompute policy of one chunk."""

@@ -179,9 +179,7 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
         )
         for rank, option in enumerate(best.stages)
     )
-    broken = check_chunks(
-        request.job, best.outer.sizes, [stage.chunks for stage in stages], request.facts
-    )
+    broken = check_chunks(request.job, [stage.chunks for stage in stages], request.facts)
     if broken:
         raise broken[0].error()
     used = [stage.prediction.utilisation for stage in stages if stage.prediction]
@@ -203,9 +201,7 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
         },
         objective={
             "profile": result.weights.name,
-            "weights": {
-                name: getattr(result.weights, name) for name in ("alpha", "beta", "gamma")
-            },
+            "weights": {name: getattr(result.weights, name) for name in ("alpha", "beta", "gamma")},
             "balance": request.options.memx_balance or "utilisation",
             "memory_margin": request.margin,
             "reference": asdict(result.reference),
@@ -225,9 +221,7 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
     )
 
 
-def with_measured_links(
-    cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]
-) -> Cluster:
+def with_measured_links(cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]) -> Cluster:
     """Return the cluster with each link that was measured: two sizes give start-up and rate."""
     by_link: dict[tuple[str, str], list[ProfileRow]] = {}
     for row in (row for each in rows.values() for row in each):
@@ -293,5 +287,3 @@ def check_plan_fits(plan: Plan, *, world_size: int, job: Job | None = None) -> N
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-

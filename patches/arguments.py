@@ -126,9 +126,10 @@ def _apply(context: Context, replacer: Replacer) -> None:
     # Other modules hold the function under its own name (0.17: initialize; all: the package).
     for module_name in list(sys.modules):
         module = sys.modules[module_name]
-        if module_name.startswith("megatron.") and module is not arguments:
-            if vars(module).get("parse_args") is original_parse:
-                replacer.replace(module, "parse_args", parse_args)
+        if not module_name.startswith("megatron.") or module is arguments:
+            continue
+        if vars(module).get("parse_args") is original_parse:
+            replacer.replace(module, "parse_args", parse_args)
 
 
 def _blank_parser() -> argparse.ArgumentParser:

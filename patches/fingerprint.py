@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_memx.patches import all_patches
 from megatron_memx.patches.registry import fingerprint, resolve
+
 from megatron_memx.versions import require_megatron
 
 

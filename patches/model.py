@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megatron_memx.parallel import Recompute
 from megatron_memx.patches.recompute import config_with
+
+from megatron_memx.parallel import Recompute
 
 
 def transformer_config(args: Any, *, num_layers: int | None = None, policy: Recompute) -> Any:

@@ -86,10 +86,10 @@ def _apply(context: Context, replacer: Replacer) -> None:
         stack = resolve(target)
         if stack is not None:
             replacer.replace(stack, "__init__", _wrap(stack.__init__, context.plan, hybrid=True))
-    _count_full_recomputation(context.plan, replacer)
+    _count_full_recomputation(replacer)
 
 
-def _count_full_recomputation(plan: Plan, replacer: Replacer) -> None:
+def _count_full_recomputation(replacer: Replacer) -> None:
     """Count the block's full-recompute path under the name that its forward pass calls.
 
     0.18 moved it from a method to a function imported by name, so the block's own code is asked.

@@ -30,9 +30,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def differences(
-    given: Mapping[str, Any], stored: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
+def differences(given: Mapping[str, Any], stored: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (field, given value, stored value) for each leaf that differs, sorted by name."""
     left, right = dict(flatten(given)), dict(flatten(stored))
     return [

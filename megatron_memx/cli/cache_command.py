@@ -61,7 +61,9 @@ def _one(entries: Sequence[Entry], prefix: str | None) -> Entry:
     found = [entry for entry in entries if prefix and entry.signature.startswith(prefix)]
     if len(found) != 1:
         known = ", ".join(entry.signature[:12] for entry in entries) or "none stored"
-        raise BadInputError(f"{len(found)} plans have a signature that starts {prefix!r}", fix=known)
+        raise BadInputError(
+            f"{len(found)} plans have a signature that starts {prefix!r}", fix=known
+        )
     return found[0]
 
 

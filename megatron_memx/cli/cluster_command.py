@@ -27,7 +27,9 @@ def run(arguments: Sequence[str]) -> int:
             print_json({name: _kind(kind) for name, kind in kinds.items()})
             return 0
         for name, kind in kinds.items():
-            print(f"  {name:16} {kind.vendor:14} {kind.platform:5} {format_bytes(kind.memory_bytes)}")
+            print(
+                f"  {name:16} {kind.vendor:14} {kind.platform:5} {format_bytes(kind.memory_bytes)}"
+            )
         return 0
     cluster = load_cluster(options.file)
     if options.json:

@@ -65,15 +65,15 @@ def stage_parameters(job: Job, sizes: ParallelSizes, chunks: Sequence[Chunk]) ->
     if any(chunk.mtp_num_layers for chunk in chunks) and not first:
         learned = model.position_embedding_type == "learned_absolute"
         copies = model.embedding_parameters(tp) if learned else model.output_parameters(tp)
-        dense += copies if model.untie_embeddings_and_output_weights else (
-            copies - model.output_parameters(tp)
+        dense += (
+            copies
+            if model.untie_embeddings_and_output_weights
+            else (copies - model.output_parameters(tp))
         )
     return dense, expert
 
 
-def layer_parameters_of(
-    model: ModelShape, is_moe: bool, sizes: ParallelSizes
-) -> LayerParameters:
+def layer_parameters_of(model: ModelShape, is_moe: bool, sizes: ParallelSizes) -> LayerParameters:
     """Return a rank's parameters of one dense layer, or of one mixture of experts."""
     return _layer(
         model,
@@ -105,6 +105,7 @@ def chunk_cost(
     job: Job, sizes: ParallelSizes, kind: str, chunk: Chunk, provider: UnitProvider
 ) -> ChunkCost:
     """Return the cost of a chunk: its layers under its policy, embedding, head and MTP."""
+
     def key(unit: str, recompute: str = "none", modules: tuple[str, ...] = ()) -> UnitKey:
         return UnitKey(
             kind=kind,
@@ -205,7 +206,7 @@ def rank_memory(
         for state in states
     )
     transient = max(cost.transient_bytes for cost in costs)
-    stepping = updated * step.optimizer_bytes_per_parameter
+    stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
     uncertain = activations + transient
     peak = static + max(uncertain, stepping)
     sigma = max(cost.memory_log_sigma for cost in costs)

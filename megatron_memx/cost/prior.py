@@ -52,9 +52,7 @@ class CatalogueProvider:
 
     def times(self, kind: DeviceKind, key: UnitKey, work: UnitWork) -> tuple[float, float]:
         """Return (forward, backward) seconds by the roofline."""
-        rate = kind.flops(self._job.train.precision) * (
-            kind.matmul_efficiency or MATMUL_EFFICIENCY
-        )
+        rate = kind.flops(self._job.train.precision) * (kind.matmul_efficiency or MATMUL_EFFICIENCY)
         bandwidth = kind.memory_bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY
         start = KERNEL_START_S.get(kind.platform, DEFAULT_KERNEL_START_S)
 
@@ -81,5 +79,6 @@ class CatalogueProvider:
             / (device.memory_bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY),
             optimizer_s=1e-3,
             optimizer_bytes_per_parameter=0.0,
+            optimizer_bytes=0.0,
             fixed_s=FIXED_S.get(device.platform, DEFAULT_FIXED_S),
         )

@@ -68,12 +68,14 @@ class StepCost:
         optimizer_s_per_parameter: Seconds for each parameter that a rank updates.
         optimizer_s: Seconds of a step whatever the number of parameters.
         optimizer_bytes_per_parameter: Temporary bytes for each parameter that a rank updates.
+        optimizer_bytes: Temporary bytes of a step whatever the number of parameters.
         fixed_s: Data, logging and Python between iterations.
     """
 
     optimizer_s_per_parameter: float
     optimizer_s: float
     optimizer_bytes_per_parameter: float
+    optimizer_bytes: float
     fixed_s: float
 
 

@@ -99,7 +99,8 @@ def observe(rows: Sequence[ProfileRow]) -> list[Observation]:
                 micro_batch_size=row.micro_batch_size,
                 seq_length=row.seq_length,
                 values=values,
-                spread=row.spread,
+                # What is left of the spread in the median of the repeats.
+                spread=row.spread / max(row.repeats, 1) ** 0.5,
             )
         )
     return found
@@ -125,9 +126,7 @@ def fit_core(observations: Sequence[Observation]) -> Core:
     return Core(coefficients=coefficients, ranges=ranges)
 
 
-def _fit(
-    columns: NDArray[np.float64], target: NDArray[np.float64]
-) -> tuple[float, float, float]:
+def _fit(columns: NDArray[np.float64], target: NDArray[np.float64]) -> tuple[float, float, float]:
     """Non-negative least squares on relative errors; zero targets count at the mean's scale."""
     from scipy.optimize import nnls
 

@@ -63,9 +63,7 @@ class FittedProvider:
             self._fit_residual(kind, core, observations)
             self._steps[kind] = _step_cost(rows[kind], self._prior.step(kind))
             counts.append(f"{kind}: {len(observations)} measured units")
-        self.basis = (
-            "; ".join(counts) if self._cores else self._prior.basis
-        )
+        self.basis = "; ".join(counts) if self._cores else self._prior.basis
         self.unit = lru_cache(maxsize=None)(self._unit)
 
     def step(self, kind: str) -> StepCost:
@@ -102,9 +100,7 @@ class FittedProvider:
             in_range=inside,
         )
 
-    def _fit_residual(
-        self, kind: str, core: Core, observations: Sequence[Observation]
-    ) -> None:
+    def _fit_residual(self, kind: str, core: Core, observations: Sequence[Observation]) -> None:
         samples = []
         errors = []
         for index, seen in enumerate(observations):
@@ -176,19 +172,23 @@ def _step_cost(rows: Sequence[ProfileRow], fallback: StepCost) -> StepCost:
     seen = [row for row in rows if row.part == OPTIMIZER and row.status == OK]
     if not seen:
         return fallback
-    largest = max(seen, key=lambda row: row.num_parameters)
-    smallest = min(seen, key=lambda row: row.num_parameters)
-    count = largest.num_parameters - smallest.num_parameters
-    each = (
-        max(0.0, largest.forward_s - smallest.forward_s) / count
-        if count
-        else largest.forward_s / largest.num_parameters
-    )
+    counts = [row.num_parameters for row in seen]
+    each_s, start_s = _line(counts, [row.forward_s for row in seen])
+    each_bytes, start_bytes = _line(counts, [float(row.transient_bytes) for row in seen])
     return StepCost(
-        optimizer_s_per_parameter=each,
-        optimizer_s=max(0.0, smallest.forward_s - each * smallest.num_parameters),
-        optimizer_bytes_per_parameter=max(
-            row.transient_bytes / row.num_parameters for row in seen if row.num_parameters
-        ),
+        optimizer_s_per_parameter=each_s,
+        optimizer_s=start_s,
+        optimizer_bytes_per_parameter=each_bytes,
+        optimizer_bytes=start_bytes,
         fixed_s=fallback.fixed_s,
     )
+
+
+def _line(counts: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """Return (slope, start) of the line through the smallest and the largest; both 0 or more."""
+    low = min(range(len(counts)), key=lambda i: counts[i])
+    high = max(range(len(counts)), key=lambda i: counts[i])
+    if counts[low] == counts[high]:
+        return values[high] / max(counts[high], 1), 0.0
+    slope = max(0.0, values[high] - values[low]) / (counts[high] - counts[low])
+    return slope, max(0.0, values[low] - slope * counts[low])

@@ -93,7 +93,12 @@ def minimal_set(
     points: list[ProfilePoint] = []
     for tp, sp in tps:
         for index, (mbs, seq, why) in enumerate(shapes(micro_batch_sizes, seq_length)):
-            base: dict[str, Any] = {"tp": tp, "micro_batch_size": mbs, "seq_length": seq, "sequence_parallel": sp}
+            base: dict[str, Any] = {
+                "tp": tp,
+                "micro_batch_size": mbs,
+                "seq_length": seq,
+                "sequence_parallel": sp,
+            }
             for name, modules in classes:
                 again = {**base, "recompute": name, "modules": modules}
                 points.append(

@@ -37,9 +37,7 @@ class Measured:
     stages: Mapping[int, StageMeasured]
 
 
-def read_measured(
-    run_dir: str | os.PathLike[str], *, num_microbatches: int
-) -> Measured | None:
+def read_measured(run_dir: str | os.PathLike[str], *, num_microbatches: int) -> Measured | None:
     """Return what the ranks measured, or None if no rank left a whole step behind.
 
     Args:
@@ -72,9 +70,7 @@ def read_measured(
     if not steps:
         return None
     count = max(len(_timed_steps(rank)) for ranks in by_stage.values() for rank in ranks)
-    return Measured(
-        iteration_time_s=max(steps), num_steps=count, platform=platform, stages=stages
-    )
+    return Measured(iteration_time_s=max(steps), num_steps=count, platform=platform, stages=stages)
 
 
 def _timed_steps(rank: Mapping[str, Any]) -> list[dict[str, Any]]:

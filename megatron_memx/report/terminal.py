@@ -133,10 +133,7 @@ def _memory_text(stage: Stage) -> str:
         return ""
     cells = min(_BAR_CELLS, round(said.utilisation * _BAR_CELLS))
     bar = "#" * cells + "." * (_BAR_CELLS - cells)
-    return (
-        f"[{bar}] {format_bytes(said.peak_memory_bytes)} of "
-        f"{format_bytes(said.capacity_bytes)}"
-    )
+    return f"[{bar}] {format_bytes(said.peak_memory_bytes)} of {format_bytes(said.capacity_bytes)}"
 
 
 def _layers_text(stage: Stage) -> str:

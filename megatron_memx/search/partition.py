@@ -265,9 +265,7 @@ class Partitioner:
         """Return every beginning followed by every option of ``least`` to ``most`` layers."""
         begin, end = int(table.start[least]), int(table.start[most + 1])
         busy, load = table.busy_s[None, begin:end], table.load[None, begin:end]
-        bound = np.maximum(
-            items.bound[:, None], self._m * busy + items.busy[:, None] / self._vpp
-        )
+        bound = np.maximum(items.bound[:, None], self._m * busy + items.busy[:, None] / self._vpp)
         columns = (
             bound,
             items.busy[:, None] + busy,
@@ -316,15 +314,13 @@ class Partitioner:
             mean: Array = total[index] / count
             variance: Array = np.maximum(0.0, squares[index] / count - mean * mean)
             time_s = np.maximum(least_s[index], spread)
-            estimate: Array = np.round(self._score(time_s, peak[index], variance), 9)
+            estimate = np.asarray(self._score(time_s, peak[index], variance)).round(9)
             order = np.lexsort((busy[index], estimate))
             ranked = estimate[order]
             distinct = np.ones(len(order), dtype=bool)
             distinct[1:] = ranked[1:] != ranked[:-1]
             index = index[order[distinct][:beam]]
-        choice = np.concatenate(
-            [before[grown.parent[index]], grown.option[index][:, None]], axis=1
-        )
+        choice = np.concatenate([before[grown.parent[index]], grown.option[index][:, None]], axis=1)
         return _Beginnings(
             bound=least_s[index],
             busy=busy[index],
@@ -351,13 +347,11 @@ class Partitioner:
         hope = self._score(least_s, complete.peak, variance)
         best: Evaluated | None = None
         value = bound
-        judged = 0
-        for index in np.argsort(hope, kind="stable").tolist():
+        for judged, index in enumerate(np.argsort(hope, kind="stable").tolist()):
             if hope[index] >= value or (improve and judged >= _FINALS and best is not None):
                 break
             choice = complete.choice[index].tolist()
             item = self._evaluator.evaluate((materialise or self._materialise)(choice))
-            judged += 1
             score = self.value(item)
             if score < value or best is None:
                 best, value = item, min(score, value)
@@ -385,8 +379,10 @@ class Partitioner:
         value = self.value(best)
         for _ in range(_ROUNDS):
             hopeful = sorted(
-                ((self._hope(stages), index, stages) for index, stages in
-                 enumerate(self._neighbours(best))),
+                (
+                    (self._hope(stages), index, stages)
+                    for index, stages in enumerate(self._neighbours(best))
+                ),
                 key=lambda entry: entry[:2],
             )[:_FINALS]
             found = None
@@ -463,9 +459,7 @@ class Partitioner:
                 start=np.array([0, len(row)]),
             )
             ((_, grown),) = self._grow(items, table, 0, 0, 0)
-            kept = self._keep(
-                grown, items.choice, rank + 1, rank + 1, THOROUGH.beam, float("inf")
-            )
+            kept = self._keep(grown, items.choice, rank + 1, rank + 1, THOROUGH.beam, float("inf"))
             assert kept is not None
             items = kept
         return items

@@ -229,8 +229,9 @@ def _search_with(
         weights=weights,
         reference=reference,
         runners_up=tuple(_runner(winner, item, other) for other, _, item, _ in found[1:6]),
-        rejected=tuple(
-            [*lost[:8], *({"family": r.family, "reason": r.reason} for r in _distinct(rejections))]
+        rejected=(
+            *lost[:8],
+            *({"family": r.family, "reason": r.reason} for r in _distinct(rejections)),
         ),
         count=count,
         exhaustive=exhaustive,
@@ -297,7 +298,9 @@ def _infeasible(
     kind = request.cluster.kinds[outer.kinds[rank]]
     limit = int(kind.capacity_bytes * (1 - request.margin))
     parts = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in worst.memory.breakdown_bytes.items() if size
+        f"{name} {format_bytes(size)}"
+        for name, size in worst.memory.breakdown_bytes.items()
+        if size
     )
     return InfeasibleError(
         f"no plan fits in memory. Nearest: {outer.label}, stage {rank} on {kind.name} needs "

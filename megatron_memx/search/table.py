@@ -117,7 +117,7 @@ class Tables:
         Args:
             first: Layers before it in each round of chunks (0 will do for uniform models).
         """
-        job, rows = self._job, self.rows
+        job, _rows = self._job, self.rows
         pp = sizes.pipeline_model_parallel_size
         vpp = sizes.virtual_pipeline_model_parallel_size
         each = job.model.num_layers // vpp
@@ -148,7 +148,8 @@ class Tables:
         activations = (states @ saved).max(axis=0)
         transient = np.max([table.transient_bytes for table in tables], axis=0)
         sigma = np.max([table.memory_log_sigma for table in tables], axis=0)
-        stepping = updated * self._provider.step(kind).optimizer_bytes_per_parameter
+        step = self._provider.step(kind)
+        stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
         uncertain = np.maximum(activations + transient, stepping)
         peak = np.floor(static + uncertain)
         high = np.floor(static + uncertain * (1 + 2 * sigma))

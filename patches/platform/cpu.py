@@ -24,9 +24,42 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = ["tensor", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "arange", "linspace", "eye", "tril_indices", "triu_indices", "scalar_tensor"]
+_FACTORIES = [
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "zeros",
+    "zeros_like",
+    "ones",
+    "ones_like",
+    "full",
+    "full_like",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "randint",
+    "randint_like",
+    "randperm",
+    "arange",
+    "linspace",
+    "eye",
+    "tril_indices",
+    "triu_indices",
+    "scalar_tensor",
+]
 _NEW_METHODS = ["new_tensor", "new_empty", "new_zeros", "new_ones", "new_full"]
-_TENSOR_TYPES = ["FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor"]
+_TENSOR_TYPES = [
+    "FloatTensor",
+    "HalfTensor",
+    "BFloat16Tensor",
+    "DoubleTensor",
+    "IntTensor",
+    "LongTensor",
+]
 _replaced: list[tuple[Any, str, Any]] = []
 _MISSING = object()
 
@@ -56,9 +89,9 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Event:
         """Return an event that holds the time now."""
-        event = event or Event()
-        event.record(self)
-        return event
+        made: Event = Event() if event is None else event
+        made.record(self)
+        return made
 
     def __enter__(self) -> Stream:
         return self

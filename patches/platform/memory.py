@@ -57,9 +57,7 @@ class StorageTracker(TorchDispatchMode):
         """Start a new peak at the bytes alive now."""
         self.peak_bytes = self.current_bytes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
