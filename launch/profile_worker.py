@@ -30,6 +30,8 @@ WARMUP, REPEATS, MOST_REPEATS = 2, 5, 15
 # Repeats that spread more than this are run again; if they still do, the row is marked.
 WIDE_SPREAD, CONTENDED_SPREAD = 0.15, 0.6
 _PROGRESS_EVERY_S = 5.0
+# More than the caches of today's processors and accelerators hold for one rank.
+_EVICTED_BYTES = 64 * 1024**2
 
 
 class Worker:
@@ -49,6 +51,7 @@ class Worker:
         self.words = without_options(words, {*task["dropped"], *REPLACED_BY_LAYOUT, *own})
         self.args: Any = None
         self.tp = 0
+        self._filler: Any = None
 
     def run(self) -> None:
         """Measure every point, then the links."""
@@ -243,6 +246,16 @@ class Worker:
             self.torch.cuda.synchronize()
         return time.perf_counter()
 
+    def evict(self) -> None:
+        """Push a layer's weights and activations out of the processor's caches.
+
+        While training, other layers run between two passes of one layer; a profile that runs one
+        layer again and again would find everything in the cache.
+        """
+        if self._filler is None:
+            self._filler = self.torch.zeros(_EVICTED_BYTES // 4, device=self.device)
+        self._filler.add_(1.0)
+
     def tracker(self) -> Any:
         """Return a context that counts live bytes on this platform."""
         if self.on_device:
@@ -374,12 +387,14 @@ class Piece:
         """Run forward and backward once and return their seconds."""
         worker = self._worker
         hidden = self._input()
+        worker.evict()
         begin = worker.now()
         output = self._forward(hidden)
         middle = worker.now()
+        worker.evict()
+        resumed = worker.now()
         worker.torch.autograd.backward(output, grad_tensors=self._gradient(output))
-        end = worker.now()
-        return middle - begin, end - middle
+        return middle - begin, worker.now() - resumed
 
     def memory(self) -> tuple[int, int]:
         """Return (bytes held after the forward pass, most bytes needed above that)."""

@@ -101,7 +101,7 @@ def _main(words: list[str], started_s: float) -> int:
         _show_command(prepared, prelaunch.launcher_words(invocation), invocation.arguments)
         return EXIT_OK
     if plan is not None and prepared.job is not None:
-        from megatron_memx.launch.resume import check_resume
+        from megatron_memx.resume import check_resume
 
         check_resume(plan, prepared.job)
     sys.stdout.flush()

@@ -13,9 +13,17 @@ from megatron_memx.errors import UpstreamChangedError
 
 def all_patches() -> tuple[Patch, ...]:
     """Return every patch in the order in which they are applied."""
-    from megatron_memx.patches import arguments, dataset, recompute, schedule
+    from megatron_memx.patches import arguments, checkpoint, dataset, recompute, schedule
 
-    return (arguments.PATCH, dataset.PATCH, recompute.PATCH, schedule.PATCH)
+    return (
+        arguments.PATCH,
+        dataset.PATCH,
+        recompute.PATCH,
+        checkpoint.RESHARDABLE,
+        checkpoint.TORCH_ADAM,
+        checkpoint.STAMP_PATCH,
+        schedule.PATCH,
+    )
 
 
 def apply(context: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -123,7 +124,7 @@ class FittedProvider:
             targets = np.array(
                 [_log_ratio(saw, said), _log_ratio(seen.values["saved_bytes"], said_bytes)]
             )
-            errors.append(float(targets[0]) ** 2 + seen.spread**2)
+            errors.append((saw, float(targets[0]) ** 2 + seen.spread**2))
             samples.append(
                 Sample(
                     features=self._features(key, said_bytes),
@@ -133,7 +134,10 @@ class FittedProvider:
                 )
             )
         self._residuals[kind] = Residual.fit(augment(samples))
-        self._sigmas[kind] = max(LEAST_LOG_SIGMA, float(np.sqrt(np.mean(errors))))
+        # Units count by their time: an error of a unit that takes none moves no prediction.
+        total = sum(weight for weight, _ in errors)
+        mean = sum(weight * error for weight, error in errors) / max(total, 1e-12)
+        self._sigmas[kind] = max(LEAST_LOG_SIGMA, math.sqrt(mean))
 
     def _features(self, key: UnitKey, saved_bytes: float) -> NDArray[np.float64]:
         work = self._prior.work(key)
