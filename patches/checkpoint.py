@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_memx.patches.registry import Context, Patch, Replacer, fired, resolve
+
 from megatron_memx.resume import STAMP, stamp_of
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -140,7 +141,7 @@ def _torch_adam_needed(context: Context) -> str | None:
 
 
 def _apply_stamp(context: Context, replacer: Replacer) -> None:
-    import megatron.training.checkpointing as checkpointing
+    from megatron.training import checkpointing
 
     original = checkpointing.save_checkpoint
     plan = context.plan
