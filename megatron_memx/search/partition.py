@@ -218,7 +218,9 @@ class Partitioner:
     def _fill(self, effort: Effort, bound: float) -> _Beginnings | None:
         """Return complete fillings; None if nothing fits."""
         fair = self._fair()
-        reach = np.maximum(3.0, effort.window * fair)
+        # A stage that nothing fits has no fair share of its own to scale.
+        share = np.where(fair > 0, fair, 1.0)
+        reach = np.maximum(3.0, effort.window * share)
         lows = np.maximum(1, np.floor(np.maximum(fair - reach, 1.0)))
         highs = np.minimum(self._round, np.ceil(np.maximum(fair + reach, 1.0)))
         until = np.cumsum(fair)
@@ -249,6 +251,8 @@ class Partitioner:
                     for layers, part in parts:
                         grown.setdefault(used + layers, []).append(part)
                 offset += len(items.bound)
+            if not grown:
+                return None
             before = np.concatenate(sources)
             states = {}
             for used, made in grown.items():
