@@ -63,6 +63,7 @@ def prepare(invocation: Invocation, options: MemXOptions, *, started_s: float) -
             fix="leave it out and give the Python script",
             flag="--no-python",
         )
+    checked_platform(options.memx_platform)
     cluster, notes = find_cluster(invocation, options)
     platform = platform_of(cluster, options)
     words = list(invocation.arguments)

@@ -273,6 +273,18 @@ def _tensor_rules(model: ModelShape, sizes: ParallelSizes, facts: Facts) -> list
                 flag="--context-parallel-size",
             )
         )
+    if model.mla is not None and (
+        model.transformer_impl == "local" or not facts.transformer_engine
+    ):
+        found.append(
+            Violation(
+                rule="mla-needs-te",
+                message="multi-latent attention needs Transformer Engine's kernel: Megatron's "
+                "local one does not take its head sizes",
+                fix="install transformer-engine, or leave --multi-latent-attention out",
+                flag="--multi-latent-attention",
+            )
+        )
     if sizes.sequence_parallel:
         if not facts.fused_norms or (model.transformer_impl == "local" and not facts.fused_norms):
             found.append(

@@ -151,7 +151,8 @@ class ModelShape:
             return LayerParameters(dense=dense + self._mlp_parameters(self.ffn_hidden_size, tp))
         moe = self.moe
         assert moe is not None
-        dense += moe.num_experts * self.hidden_size  # the router is the same on every rank
+        # The router is the same on every rank.
+        dense += moe.num_experts * (self.hidden_size + self.add_bias_linear)
         if moe.shared_expert_intermediate_size:
             dense += self._mlp_parameters(moe.shared_expert_intermediate_size, tp)
             dense += self.hidden_size * moe.shared_expert_gate
@@ -195,10 +196,8 @@ class ModelShape:
     def _attention_parameters(self, tp: int) -> int:
         h, bias = self.hidden_size, self.add_bias_linear
         query = self.num_attention_heads * self.kv_channels
-        # Below one query group a rank, Megatron (0.16+) gives each rank a copy of a group.
-        groups = max(self.num_query_groups, tp)
-        key_value = 2 * groups * self.kv_channels
-        columns = query // tp + key_value // tp
+        # With fewer query groups than ranks, Megatron (0.16+) still splits the columns evenly.
+        columns = (query + 2 * self.num_query_groups * self.kv_channels) // tp
         total = h * columns + columns * (bias or self.add_qkv_bias)
         total += query // tp * h + h * bias
         if self.qk_layernorm:
@@ -210,13 +209,15 @@ class ModelShape:
         assert mla is not None
         heads = self.num_attention_heads // tp
         q_head = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+        # Transformer Engine's down projections are whole on every rank, the local ones are split.
+        spread = tp if self.transformer_impl == "local" else 1
         total = 0
         if mla.q_lora_rank is None:
             total += h * heads * q_head
         else:
-            total += h * mla.q_lora_rank + mla.q_lora_rank * heads * q_head
+            total += h * mla.q_lora_rank // spread + mla.q_lora_rank * heads * q_head
             total += self._norm(mla.q_lora_rank) * self.qk_layernorm
-        total += h * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+        total += h * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim) // spread
         total += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
         total += self._norm(mla.kv_lora_rank) * self.qk_layernorm
         return total + heads * mla.v_head_dim * h + h * self.add_bias_linear

@@ -89,3 +89,9 @@ def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
         int(file.stem.split("_")[1]): json.loads(file.read_text())
         for file in folder.glob("steps_*.json")
     }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the files of tests/golden"
+    )

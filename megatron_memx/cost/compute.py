@@ -124,7 +124,7 @@ def _layer(model: ModelShape, key: UnitKey, element: int) -> UnitWork:
         projections = model.layer_parameters(0).dense - _mlp_weights(model, model.ffn_hidden_size)
     else:
         query = value = model.num_attention_heads * model.kv_channels
-        key_value = 2 * max(model.num_query_groups, tp) * model.kv_channels
+        key_value = 2 * model.num_query_groups * model.kv_channels
         projections = h * (query + key_value) + query * h
     heads = model.num_attention_heads / tp
     full_sequence = s * key.cp
