@@ -1,8 +1,8 @@
 """The example's pre-training with the raw results of each step written down, bit for bit.
 
 Runs under stock torchrun and under MemX alike, so that both can be compared. TEST_RECORD_DIR says
-where; TEST_DUMP_STATE also writes the optimizer's state tensors after the last step (or, with the
-value ``start``, before the first).
+where; TEST_DUMP_STATE also writes the optimizer's state tensors after that many steps (``start``:
+before the first).
 """
 
 from __future__ import annotations
@@ -21,35 +21,50 @@ def _hex(value: Any) -> str | None:
     return None if value is None else float(value).hex()
 
 
-def _state(model: Any, optimizer: Any) -> dict[str, list[str]]:
-    """Return parameter name -> checksums of its values and moments, by whole tensors."""
+def _names(model: Any) -> dict[Any, str]:
+    """Return parameter -> name, with layers numbered over the whole model."""
     names = {}
     for chunk in model:
         inner = chunk
         while hasattr(inner, "module"):
             inner = inner.module
+        numbers = [layer.layer_number for layer in inner.decoder.layers]
         for name, parameter in inner.named_parameters():
-            names[parameter] = f"{name}"
-    found: dict[str, list[str]] = {}
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-    for each in optimizers:
-        torch_optimizer = each.optimizer
-        for group in torch_optimizer.param_groups:
-            for parameter in group["params"]:
-                state = torch_optimizer.state.get(parameter, {})
-                key = names.get(parameter, f"shard{len(found)}")
-                values = [parameter, *(state[k] for k in ("exp_avg", "exp_avg_sq") if k in state)]
-                found[key] = [_digest(value) for value in values]
-                if "step" in state:
-                    found[key].append(_hex(state["step"]))
-    return found
+            parts = name.split(".")
+            if name.startswith("decoder.layers."):
+                parts[2] = str(numbers[int(parts[2])])
+            names[parameter] = ".".join(parts)
+    return names
 
 
-def _digest(tensor: Any) -> str:
-    import hashlib
-
-    data = tensor.detach().to(torch.float32).contiguous().cpu().numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
+def _state(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+    """Return every piece of parameter and optimizer state that this rank holds."""
+    pieces = []
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        sharded = hasattr(each, "model_param_group_index_map")
+        for parameter, name in _names(model).items():
+            if sharded:
+                if parameter not in each.model_param_group_index_map:
+                    continue
+                group, place = each.model_param_group_index_map[parameter]
+                main = each.optimizer.param_groups[group]["params"][place]
+                span = each._get_model_param_range_map(parameter)["param"]
+                start, end = span.start, span.end
+            else:
+                main, start, end = parameter, 0, parameter.numel()
+            state = each.optimizer.state.get(main, {})
+            values = {"param": main, **{k: state[k] for k in ("exp_avg", "exp_avg_sq")}}
+            pieces.append(
+                {
+                    "name": name,
+                    "start": start,
+                    "end": end,
+                    "numel": parameter.numel(),
+                    "step": float(state["step"]),
+                    **{k: v.detach().clone().flatten().float() for k, v in values.items()},
+                }
+            )
+    return pieces
 
 
 def main() -> None:
@@ -81,16 +96,15 @@ def main() -> None:
                     ]
                 )
             if dump == "start":
-                record["state"] = _state(model, optimizer)
-                write()
+                torch.save(_state(model, optimizer), folder / f"state_{rank}.pt")
         result = original(forward_step, data_iterator, model, optimizer, *args, **kwargs)
         losses = {
             name: [_hex(item) for item in value.double().flatten()]
             for name, value in result[0].items()
         }
         record["steps"].append({"losses": losses, "grad_norm": _hex(result[5])})
-        if dump == "end":
-            record["state"] = _state(model, optimizer)
+        if dump == str(len(record["steps"])):
+            torch.save(_state(model, optimizer), folder / f"state_{rank}.pt")
         write()
         return result
 
