@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,23 @@ def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
         int(file.stem.split("_")[1]): json.loads(file.read_text())
         for file in folder.glob("steps_*.json")
     }
+
+
+def gone(pids: list[int], patience_s: float = 15.0) -> bool:
+    """Whether all of these processes end in time."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if not any(_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

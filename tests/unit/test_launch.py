@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, gone
 
 from jobs import job
 from megatron_memx.errors import BadInputError
@@ -193,22 +192,6 @@ def supervised(mode: str) -> tuple[subprocess.Popen[str], list[int]]:
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
     return process, pids
-
-
-def gone(pids: list[int], patience_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if not any(_alive(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
