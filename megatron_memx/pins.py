@@ -121,6 +121,8 @@ def _split(job: Job) -> tuple[int | None, int | None, tuple[int, ...] | None]:
     layout = pins.get("pipeline_model_parallel_layout")
     if layout is not None:
         return _layout_split(job, layout, pp)
+    if job.model.hybrid and "|" in job.typed.get("hybrid_layer_pattern", ""):
+        return _pattern_split(job, pp)
     first, last = pins.get(_FIRST), pins.get(_LAST)
     per_chunk = pins.get("num_layers_per_virtual_pipeline_stage")
     vpp = pins.get("num_virtual_stages_per_pipeline_rank")
@@ -216,6 +218,20 @@ def _edge_split(
                 flag="--pipeline-model-parallel-layout",
             )
     return tuple(count // vpp for _ in range(vpp) for count in counts)
+
+
+def _pattern_split(job: Job, pp: int | None) -> tuple[int, int, tuple[int, ...]]:
+    """Return the split that the bars of a hybrid pattern say."""
+    pattern, flag = job.typed["hybrid_layer_pattern"], "--hybrid-layer-pattern"
+    segments = pattern.split("|")
+    if pp != len(segments):
+        raise LegalityError(
+            f"{flag} {pattern!r} has {len(segments)} segments, pp is {pp or 'not given'}: MemX "
+            "plans one segment a pipeline rank",
+            fix=f"--pipeline-model-parallel-size {len(segments)}, or the pattern without bars",
+            flag="--pipeline-model-parallel-size",
+        )
+    return len(segments), 1, tuple(segment.count("*") for segment in segments)
 
 
 def _layout_split(job: Job, layout: str, pp: int | None) -> tuple[int, int, tuple[int, ...]]:

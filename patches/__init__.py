@@ -13,11 +13,19 @@ from megatron_memx.errors import UpstreamChangedError
 
 def all_patches() -> tuple[Patch, ...]:
     """Return every patch in the order in which they are applied."""
-    from megatron_memx.patches import arguments, checkpoint, dataset, recompute, schedule
+    from megatron_memx.patches import (
+        arguments,
+        checkpoint,
+        dataset,
+        hybrid,
+        recompute,
+        schedule,
+    )
 
     return (
         arguments.PATCH,
         dataset.PATCH,
+        hybrid.PATCH,
         recompute.PATCH,
         checkpoint.RESHARDABLE,
         checkpoint.TORCH_ADAM,

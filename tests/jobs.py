@@ -62,7 +62,5 @@ def cluster(*nodes: tuple[str, int], kinds: list[DeviceKind] | None = None) -> C
             for i, (name, count) in enumerate(nodes)
         ),
         kinds=known,
-        intra_node={
-            name: Link(bandwidth_bytes_per_s=100e9, latency_s=5e-6) for name in known
-        },
+        intra_node={name: Link(bandwidth_bytes_per_s=100e9, latency_s=5e-6) for name in known},
     )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, memx, memx_torchrun
-
 from jobs import words
-from megatron_memx.cli.main import help_text as memx_help
 from megatron_memx.launch.torchrun import help_text as torchrun_help
+
+from megatron_memx.cli.main import help_text as memx_help
 
 SNAPSHOTS = ROOT / "tests" / "golden"
 CLUSTERS = ROOT / "examples" / "clusters"
@@ -29,11 +29,23 @@ def test_help_is_the_documented_one(name: str, text: str, request: pytest.Fixtur
 
 
 def test_every_documented_option_is_there() -> None:
-    for flag in (
-        "--auto-parallel --memx-cluster --memx-alpha --memx-beta --memx-gamma --memx-objective "
-        "--memx-balance --memx-memory-margin --memx-plan --memx-save-plan --memx-cache-dir "
-        "--memx-replan --memx-dry-run --memx-profile --memx-platform"
-    ).split():
+    for flag in [
+        "--auto-parallel",
+        "--memx-cluster",
+        "--memx-alpha",
+        "--memx-beta",
+        "--memx-gamma",
+        "--memx-objective",
+        "--memx-balance",
+        "--memx-memory-margin",
+        "--memx-plan",
+        "--memx-save-plan",
+        "--memx-cache-dir",
+        "--memx-replan",
+        "--memx-dry-run",
+        "--memx-profile",
+        "--memx-platform",
+    ]:
         assert flag in torchrun_help()
 
 
@@ -119,9 +131,7 @@ def write(path: Path, text: str) -> str:
         (["--memx-memory-margin", "0.999999"], 3, "short by"),
     ],
 )
-def test_a_bad_launch_starts_nothing(
-    more: list[str], code: int, text: str, tmp_path: Path
-) -> None:
+def test_a_bad_launch_starts_nothing(more: list[str], code: int, text: str, tmp_path: Path) -> None:
     platform = [] if "--memx-platform" in more else ["--memx-platform", "cpu"]
     done = memx_torchrun(
         *("--nproc-per-node", "2", SCRIPT, "--auto-parallel", *platform),

@@ -109,9 +109,7 @@ def test_importing_and_help_load_nothing_heavy(code: str) -> None:
 
 def test_a_cached_launch_plans_without_numpy() -> None:
     """What a second run imports before its ranks start."""
-    loaded = loaded_after(
-        "import megatron_memx.launch.prelaunch, megatron_memx.report.terminal"
-    )
+    loaded = loaded_after("import megatron_memx.launch.prelaunch, megatron_memx.report.terminal")
     assert not loaded & {"torch", "megatron", "numpy", "xgboost", "scipy"}
 
 

@@ -1,7 +1,7 @@
 """What upstream does with input that MemX refuses, each in a few seconds; prints JSON.
 
-An outcome is ``hangs``, ``crashes``, ``accepted``, or the name of the error. A test compares them with what the
-legality rules were written for, so that a release that mends one is noticed.
+An outcome is ``hangs``, ``crashes``, ``accepted``, or the name of the error. A test compares them
+with what the legality rules were written for, so that a release that mends one is noticed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def cases() -> dict[str, Callable[[], Any]]:
 def main() -> None:
     import torch
     from megatron.core import parallel_state, tensor_parallel
-
     from megatron_memx.patches.platform import cpu
 
     cpu.install()

@@ -18,9 +18,9 @@ prepare_environment("cpu")
 def count(case: dict[str, Any]) -> dict[str, int]:
     import torch
     from megatron.core import parallel_state, tensor_parallel
+    from megatron_memx.patches.model import build, parsed_arguments, transformer_config
 
     from megatron_memx.parallel import Recompute
-    from megatron_memx.patches.model import build, parsed_arguments, transformer_config
 
     tp, ep, etp = case["tp"], case["ep"], case["etp"]
     world = max(tp, ep * etp)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from conftest import TINY_MODEL, TINY_TRAINING, Finished, memx_torchrun, read_steps
+from plans import make_plan
 
 from megatron_memx.job import parse_job
 from megatron_memx.parallel import Recompute
 from megatron_memx.plan import Plan
 from megatron_memx.platforms import default_words
 from megatron_memx.versions import megatron_version
-from plans import make_plan
 
 SCRIPT = str(Path(__file__).with_name("recorded.py"))
 NONE = Recompute()

@@ -1,4 +1,4 @@
-"""A checkpoint of one plan goes on under another: the same losses, the same state, tensor by tensor."""
+"""A checkpoint of one plan goes on under another: the same losses, the same state."""
 
 from __future__ import annotations
 

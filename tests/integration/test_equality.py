@@ -170,7 +170,5 @@ def test_four_ranks(
     words = [*WORDS]
     words[words.index("--num-layers") + 1] = "6"
     run = run_plan(plan_for(layers, words, **more), tmp_path / "plan", model=words)
-    stock = run_stock(
-        4, tmp_path / "stock", "--micro-batch-size", "1", *stock_words, model=words
-    )
+    stock = run_stock(4, tmp_path / "stock", "--micro-batch-size", "1", *stock_words, model=words)
     equal(run, stock)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-
 from jobs import words
+
 from megatron_memx.job import parse_job
 from megatron_memx.platforms import default_words
 

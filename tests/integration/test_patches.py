@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-
-from megatron_memx.errors import UpstreamChangedError
 from megatron_memx.patches import registry
 from megatron_memx.patches.registry import Context, Patch, Replacer
-from megatron_memx.versions import megatron_version, release
 from plans import make_plan
+
+from megatron_memx.errors import UpstreamChangedError
+from megatron_memx.versions import megatron_version, release
 
 HERE = Path(__file__).parent
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, gone, memx_torchrun
-
 from plans import make_plan
 
 pytestmark = pytest.mark.megatron

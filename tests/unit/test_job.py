@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from jobs import job, words
+
 from megatron_memx.errors import BadInputError
 from megatron_memx.job import moe_pattern, parse_job
 from megatron_memx.model import ModelShape

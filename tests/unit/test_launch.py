@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, gone
-
 from jobs import job
-from megatron_memx.errors import BadInputError
 from megatron_memx.launch import discover, handshake, prelaunch
 from megatron_memx.launch.supervisor import descendants
 from megatron_memx.launch.torchrun_options import SWITCHES, WITH_VALUE, split
+from plans import make_plan
+
+from megatron_memx.errors import BadInputError
 from megatron_memx.options import MemXOptions
 from megatron_memx.planner import check_plan_fits
 from megatron_memx.resume import STAMP, check_resume, stamp_of
-from plans import make_plan
 
 
 def test_words_behind_the_script_are_not_torchruns() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import make_plan
 
 from megatron_memx.errors import BadInputError
 from megatron_memx.megatron_args import (
@@ -14,7 +15,6 @@ from megatron_memx.megatron_args import (
     typed_options,
     without_options,
 )
-from plans import make_plan
 
 
 def test_typed_options_groups_values_and_takes_the_last() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from jobs import cluster, facts, job, kind
+
 from megatron_memx.cost.memory import chunk_cost, rank_memory, stage_parameters
 from megatron_memx.cost.prior import CatalogueProvider
 from megatron_memx.cost.units import UnitKey
@@ -108,6 +108,7 @@ def test_uniform_groups_have_a_best_size() -> None:
 
 def test_quadratic_growth_with_the_sequence() -> None:
     """Field report 13's kind: unfused attention grows with the square of the sequence."""
+
     def saved(seq: int) -> float:
         read = job(seq_length=seq, max_position_embeddings=seq, transformer_impl="local")
         provider = CatalogueProvider(read, cluster(("gpu", 1)))

@@ -26,9 +26,7 @@ def test_a_perfectly_even_reference_keeps_v_finite() -> None:
 
 
 def test_profiles_are_the_documented_ones() -> None:
-    assert {
-        name: (w.alpha, w.beta, w.gamma) for name, w in PROFILES.items()
-    } == {
+    assert {name: (w.alpha, w.beta, w.gamma) for name, w in PROFILES.items()} == {
         "default": (0.4, 0.2, 0.4),
         "safety": (0.3, 0.5, 0.2),
         "throughput": (0.7, 0.2, 0.1),

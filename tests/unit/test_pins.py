@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from jobs import facts, job
+
 from megatron_memx.errors import LegalityError
 from megatron_memx.legality import check_chunks, check_recompute, check_sizes, uniform_group_legal
 from megatron_memx.parallel import ParallelSizes, Recompute
@@ -180,9 +180,7 @@ def test_core_attention_under_flash_is_kept_with_a_warning() -> None:
     ],
 )
 def test_layouts_are_checked(layout: str, reason: str) -> None:
-    error = refused(
-        2, pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout
-    )
+    error = refused(2, pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
     assert reason in error.message
     assert error.flag == "--pipeline-model-parallel-layout"
 
@@ -227,9 +225,7 @@ def test_recompute_traps() -> None:
 
 
 def chunk(layers: int, *, first: int = 0, mtp: int = 0, **more: bool) -> Chunk:
-    return Chunk(
-        virtual_stage=0, first_layer=first, num_layers=layers, mtp_num_layers=mtp, **more
-    )
+    return Chunk(virtual_stage=0, first_layer=first, num_layers=layers, mtp_num_layers=mtp, **more)
 
 
 def test_split_traps() -> None:
@@ -277,3 +273,11 @@ def test_sequence_parallel_needs_fused_norms() -> None:
 def test_uniform_groups_are_clamped_from_0_17() -> None:
     assert uniform_group_legal(Recompute.full("uniform", 7), 24, facts("0.17.0")) is None
     assert uniform_group_legal(Recompute.full("uniform", 6), 24, facts("0.16.0")) is None
+
+
+def test_the_bars_of_a_hybrid_pattern_are_a_pin() -> None:
+    more = {"num_layers": None, "hybrid_layer_pattern": "*-*-*-|*-"}
+    pins = constraints(job(pipeline_model_parallel_size=2, **more), 2, facts())
+    assert (pins.pp, pins.vpp, pins.split) == (2, 1, (3, 1))
+    error = refused(4, pipeline_model_parallel_size=4, **more)
+    assert "2 segments, pp is 4" in error.message

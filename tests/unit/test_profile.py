@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from jobs import cluster, job
+
 from megatron_memx.cost.units import UnitKey
 from megatron_memx.errors import BadInputError
 from megatron_memx.parallel import Recompute
@@ -101,9 +101,7 @@ def key(unit: str, **more: object) -> UnitKey:
 def test_the_minimal_set_is_small_and_says_why() -> None:
     assert len(POINTS) == len({point.key for point in POINTS}) == 36
     assert all(point.reason for point in POINTS)
-    assert len(POINTS) < full_grid_size(
-        tps=2, micro_batch_sizes=3, policies=12, num_layers=32
-    ) / 10
+    assert len(POINTS) < full_grid_size(tps=2, micro_batch_sizes=3, policies=12, num_layers=32) / 10
 
 
 def test_three_shapes_identify_the_three_terms_and_two_do_not() -> None:
@@ -155,9 +153,7 @@ def test_the_provider_is_measured_inside_and_says_when_outside() -> None:
     assert outside.measured
     assert not outside.in_range
     assert outside.log_sigma > inside.log_sigma
-    assert outside.saved_bytes == pytest.approx(
-        value(TRUTH["layer"]["none"][2], 32, 128), rel=0.02
-    )
+    assert outside.saved_bytes == pytest.approx(value(TRUTH["layer"]["none"][2], 32, 128), rel=0.02)
     unknown = provider.unit(key("layer", tp=4))
     assert not unknown.measured
     assert "measured units" in provider.basis

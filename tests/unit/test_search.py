@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from jobs import cluster, facts, job, kind
+
 from megatron_memx.cost.prior import CatalogueProvider
 from megatron_memx.errors import InfeasibleError
 from megatron_memx.objective import PROFILES, TIME_ONLY, Weights, phi
@@ -135,9 +135,7 @@ def test_small_spaces_are_searched_exactly(
     sharded=st.booleans(),
     mixture=st.sampled_from([None, "1", "2", "([0]*2+[1]*6)"]),
 )
-def test_tables_say_what_the_evaluator_says(
-    vpp: int, sharded: bool, mixture: str | None
-) -> None:
+def test_tables_say_what_the_evaluator_says(vpp: int, sharded: bool, mixture: str | None) -> None:
     more = {} if mixture is None else {"num_experts": 4, "moe_layer_freq": mixture}
     read = job(
         num_layers=8,
@@ -156,9 +154,7 @@ def test_tables_say_what_the_evaluator_says(
         for policy in policies(read, asked.pins, asked.facts, layers)
     ]
     rows = Rows.of(pairs)
-    tables = Tables(
-        read, asked.cluster, asked.provider, rows, margin=asked.margin, absolute=False
-    )
+    tables = Tables(read, asked.cluster, asked.provider, rows, margin=asked.margin, absolute=False)
     outers = [
         outer
         for outer in outers_of(asked)
