@@ -23,7 +23,13 @@ from megatron_memx.pins import user_facts
 from megatron_memx.plan import Plan
 from megatron_memx.planner import Request, check_plan_fits, make_plan, make_request
 from megatron_memx.platforms import default_words, get, prepare_environment
-from megatron_memx.profile.store import ProfileRow, ProfileStore, layer_signature, read_rows
+from megatron_memx.profile.store import (
+    CONTENDED,
+    ProfileRow,
+    ProfileStore,
+    layer_signature,
+    read_rows,
+)
 from megatron_memx.versions import installed, require_megatron
 
 _KEPT_RUNS = 20
@@ -208,6 +214,12 @@ def find_plan(
 
             profile_missing(request, invocation, store, layer, rows)
             rows = known_rows(request, store, layer, notes)
+    disturbed = sum(row.status == CONTENDED for each in rows.values() for row in each)
+    if disturbed:
+        notes.append(
+            f"{disturbed} measured run(s) were disturbed by other load; times are less certain. "
+            "They are measured again when you plan again (--memx-replan)"
+        )
     plan = make_plan(request, rows)
     cache.put(request.fields(rows), plan)
     return plan, False

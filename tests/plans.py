@@ -74,7 +74,7 @@ def make_plan(
         parallel=sizes,
         stages=stages,
         model={"num_layers": total, "hidden_size": 64, "seq_length": 128},
-        cluster={"nodes": [{"name": "n0"}]},
+        cluster={"nodes": [{"name": "n0", "device_kind": "cpu", "num_devices": len(order)}]},
         prediction=Prediction(
             iteration_time_s=0.5,
             iteration_time_low_s=0.4,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_memx.cost.units import EMBEDDING, HEAD, LAYER
 from megatron_memx.profile.design import FIRST, LAST, MIDDLE
-from megatron_memx.profile.store import OK, ProfileRow
+from megatron_memx.profile.store import CONTENDED, OK, ProfileRow
 
 QUANTITIES = ("forward_s", "backward_s", "saved_bytes", "transient_bytes")
 _ADDITIVE = ("forward_s", "backward_s", "saved_bytes")
@@ -50,10 +50,15 @@ class Core:
     ranges: Mapping[UnitClass, tuple[int, int, int, int]]
 
     def value(self, unit: UnitClass, quantity: str, mbs: int, seq: int) -> float:
-        """Return the core's value of a quantity, never below 0."""
+        """Return the core's value of a quantity, never below 0.
+
+        Beyond the largest measured micro-batch it grows in proportion: what was fitted as start-up
+        may be noise, and must not make large micro-batches look free.
+        """
         a, b, c = self.coefficients[unit][quantity]
-        tokens = mbs * seq
-        return max(0.0, a + b * tokens + c * tokens * seq)
+        largest = self.ranges[unit][1]
+        tokens = min(mbs, largest) * seq
+        return max(0.0, a + b * tokens + c * tokens * seq) * max(1.0, mbs / largest)
 
     def in_range(self, unit: UnitClass, mbs: int, seq: int) -> bool:
         """Whether a shape lies within twice the measured micro-batches and at measured lengths."""
@@ -69,7 +74,7 @@ def observe(rows: Sequence[ProfileRow]) -> list[Observation]:
     a middle one of the same shape are the embedding and the head. Working bytes do not add up: a
     piece's are those of its hungriest unit.
     """
-    good = [row for row in rows if row.status == OK]
+    good = usable(rows)
     middle = {_shape(row) + (row.num_layers,): row for row in good if row.part == MIDDLE}
     overhead = _overheads(good, middle)
     found: list[Observation] = []
@@ -106,6 +111,16 @@ def observe(rows: Sequence[ProfileRow]) -> list[Observation]:
     return found
 
 
+def usable(rows: Sequence[ProfileRow]) -> list[ProfileRow]:
+    """Return the rows to learn from: undisturbed ones, and disturbed ones where there is no other.
+
+    A disturbed row's memory is exact all the same, and its time better than none.
+    """
+    best = {row.key: row for row in rows if row.status == CONTENDED}
+    best.update({row.key: row for row in rows if row.status == OK})
+    return list(best.values())
+
+
 def fit_core(observations: Sequence[Observation]) -> Core:
     """Fit each class of units; all coefficients are 0 or more."""
     by_class: dict[UnitClass, list[Observation]] = {}
@@ -117,11 +132,13 @@ def fit_core(observations: Sequence[Observation]) -> Core:
         tokens = np.array([i.micro_batch_size * i.seq_length for i in items], dtype=float)
         lengths = np.array([i.seq_length for i in items], dtype=float)
         columns = np.stack([np.ones_like(tokens), tokens, tokens * lengths], axis=1)
+        sizes = [i.micro_batch_size for i in items]
+        # A term that these shapes cannot tell from the tokens is left out.
+        told = np.array([len(set(sizes)) > 1, True, len(set(lengths.tolist())) > 1])
         coefficients[unit] = {
-            quantity: _fit(columns, np.array([i.values[quantity] for i in items]))
+            quantity: _fit(columns * told, np.array([i.values[quantity] for i in items]))
             for quantity in QUANTITIES
         }
-        sizes = [i.micro_batch_size for i in items]
         ranges[unit] = (min(sizes), max(sizes), int(lengths.min()), int(lengths.max()))
     return Core(coefficients=coefficients, ranges=ranges)
 
@@ -134,7 +151,7 @@ def _fit(columns: NDArray[np.float64], target: NDArray[np.float64]) -> tuple[flo
     if scale == 0:
         return 0.0, 0.0, 0.0
     rows = 1.0 / np.maximum(target, 0.05 * scale)
-    widths = columns.max(axis=0)
+    widths = np.maximum(columns.max(axis=0), 1e-300)
     solution, _ = nnls(columns / widths * rows[:, None], target * rows)
     a, b, c = solution / widths
     return float(a), float(b), float(c)

@@ -176,11 +176,11 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
 
 def _cluster_text(plan: Plan) -> str:
     counts: dict[str, int] = {}
-    for stage in plan.stages:
-        counts[stage.device_kind] = counts.get(stage.device_kind, 0) + len(stage.ranks)
+    for node in plan.cluster.get("nodes", ()):
+        kind = str(node.get("device_kind", "?"))
+        counts[kind] = counts.get(kind, 0) + int(node.get("num_devices", 0))
     devices = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
-    nodes = plan.cluster.get("nodes")
-    return f"{devices} on {len(nodes)} node(s)" if isinstance(nodes, (list, tuple)) else devices
+    return f"{devices} on {len(plan.cluster.get('nodes', ()))} node(s)"
 
 
 def _runner_text(item: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,24 @@ def test_cluster_shows_what_it_understood() -> None:
     assert "large: ranks 6-13" in done.out
     data = json.loads(memx("cluster", str(CLUSTERS / "unequal_nodes.yaml"), "--json").out)
     assert len(data["nodes"]) == 3
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.txt")), ids=lambda path: path.stem)
+def test_the_output_beside_an_example_is_what_its_command_prints(
+    path: Path, request: pytest.FixtureRequest
+) -> None:
+    """All but its signature, which names the installed versions, and the time it took."""
+    lines = path.read_text().splitlines()
+    count = next(i for i, line in enumerate(lines) if line.startswith("MemX plan"))
+    shown = " ".join(line.strip().removesuffix("\\") for line in lines[:count])
+    assert shown.startswith("$ memx ")
+    done = memx(*shlex.split(shown)[2:])
+    assert done.code == 0, done.err
+    printed = done.out.splitlines()
+    if request.config.getoption("--update-golden"):
+        path.write_text("\n".join([*lines[:count], *printed]) + "\n")
+        return
+    assert printed[1:] == lines[count + 1 :]
 
 
 SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")

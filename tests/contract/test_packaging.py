@@ -76,9 +76,7 @@ def test_nccl_is_left_alone(python: Path) -> None:
     (site,) = python.parent.parent.glob("lib/python*/site-packages")
     assert (site / "nvidia/nccl/lib/libnccl.so.2").read_text() == "the machine's own"
     listed = run(python, "-m", "pip", "list", "--format", "freeze").lower()
-    assert [line for line in listed.splitlines() if "nccl" in line] == [
-        "nvidia-nccl-cu12==2.19.3"
-    ]
+    assert [line for line in listed.splitlines() if "nccl" in line] == ["nvidia-nccl-cu12==2.19.3"]
     assert "xgboost-cpu" in listed
     assert run(python, "-c", "import xgboost; print(xgboost.__version__)")
 

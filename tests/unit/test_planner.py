@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-
 from jobs import cluster, facts, job, kind
+
 from megatron_memx.cache.signature import differences, signature
 from megatron_memx.cache.store import PlanCache
 from megatron_memx.errors import BadInputError, LegalityError
@@ -37,7 +37,7 @@ def test_a_plan_explains_itself_and_round_trips() -> None:
     asked = request()
     plan = make_plan(asked, {"gpu": []})
     assert plan.signature == signature(asked.fields({"gpu": []}))
-    assert Plan.from_dict(json.loads(plan.to_json())) .to_dict()== plan.to_dict()
+    assert Plan.from_dict(json.loads(plan.to_json())).to_dict() == plan.to_dict()
     assert plan.num_layers == 8
     assert plan.versions == VERSIONS
     assert "nothing was measured" in plan.origin["basis"]
@@ -129,9 +129,7 @@ def test_mtp_stands_on_the_last_stage_and_is_left_alone() -> None:
     ]
     read = job(num_layers=24, mtp_num_layers=1, position_embedding_type="rope")
     assert check_chunks(read, chunks, facts()) == []
-    plan = make_plan(
-        request(num_layers=24, mtp_num_layers=1, pipeline_model_parallel_size=4), {}
-    )
+    plan = make_plan(request(num_layers=24, mtp_num_layers=1, pipeline_model_parallel_size=4), {})
     assert plan.layout.endswith("mL")
     data = plan.to_dict()
     data["stages"] = data["stages"][:3]
