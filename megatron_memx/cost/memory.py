@@ -135,31 +135,50 @@ def chunk_cost(
         counts[key(HEAD)] = 1
     if chunk.mtp_num_layers:
         counts[key(MTP)] = chunk.mtp_num_layers
-    forward = backward = saved = transient = 0.0
+    forward = backward = 0.0
     sigma = memory_sigma = 0.0
     group = _group(policy, chunk.num_layers)
+    saved = [0.0] * len(_PLACES)
+    transient = [0.0] * len(_PLACES)
     for one, count in counts.items():
         cost = provider.unit(one)
         forward += count * cost.forward_s
         backward += count * cost.backward_s
-        saved += count * cost.saved_bytes
-        extra = cost.transient_bytes
-        if one.recompute == "full" and group > 1:
+        kept, extra = float(count), cost.transient_bytes
+        if one.recompute == "full":
             # A group keeps one input and, in its backward pass, rebuilds all its layers at once.
-            saved -= (count - math.ceil(count / group)) * cost.saved_bytes
-            plain = provider.unit(key(one.unit))
-            extra += (group - 1) * plain.saved_bytes
-        transient = max(transient, extra)
+            kept = math.ceil(count / group)
+            extra += (group - 1) * provider.unit(key(one.unit)).saved_bytes
+        place = place_of(one)
+        saved[place] += kept * cost.saved_bytes
+        transient[place] = max(transient[place], extra)
         sigma = max(sigma, cost.log_sigma)
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
     return ChunkCost(
         forward_s=forward,
         backward_s=backward,
-        saved_bytes=saved,
-        transient_bytes=transient,
+        saved_bytes=sum(saved),
+        transient_bytes=max(
+            transient[place] - sum(saved[place + 1 :]) for place in range(len(_PLACES))
+        ),
         log_sigma=sigma,
         memory_log_sigma=memory_sigma,
     )
+
+
+# Where a unit stands in the forward pass: its backward pass comes when everything behind it has
+# given its activations back, so that its working memory does not add to theirs.
+_PLACES = ("embedding", "recomputed layers", "other layers", "mtp", "head")
+NUM_PLACES = len(_PLACES)
+
+
+def place_of(key: UnitKey) -> int:
+    """Return a unit's place in the order of the forward pass, from 0."""
+    if key.unit == EMBEDDING:
+        return 0
+    if key.unit in (MTP, HEAD):
+        return 3 if key.unit == MTP else 4
+    return 1 if key.recompute == "full" else 2
 
 
 def _group(policy: Recompute, num_layers: int) -> int:

@@ -124,7 +124,7 @@ class FittedProvider:
             targets = np.array(
                 [_log_ratio(saw, said), _log_ratio(seen.values["saved_bytes"], said_bytes)]
             )
-            errors.append((saw, float(targets[0]) ** 2 + seen.spread**2))
+            errors.append((saw, seen.spread))
             samples.append(
                 Sample(
                     features=self._features(key, said_bytes),
@@ -133,10 +133,14 @@ class FittedProvider:
                     origin=(index,),
                 )
             )
-        self._residuals[kind] = Residual.fit(augment(samples))
+        residual = self._residuals[kind] = Residual.fit(augment(samples))
+        said_ratios = residual.predict(np.stack([sample.features for sample in samples]))[:, 0]
+        # Between what the core missed and what is left on the rows that the residual has seen.
         # Units count by their time: an error of a unit that takes none moves no prediction.
-        total = sum(weight for weight, _ in errors)
-        mean = sum(weight * error for weight, error in errors) / max(total, 1e-12)
+        weights = np.array([weight for weight, _ in errors])
+        misses = np.array([sample.targets[0] for sample in samples]) - said_ratios / 2
+        spreads = np.array([spread for _, spread in errors])
+        mean = float(np.average(misses**2 + spreads**2, weights=np.maximum(weights, 1e-12)))
         self._sigmas[kind] = max(LEAST_LOG_SIGMA, math.sqrt(mean))
 
     def _features(self, key: UnitKey, saved_bytes: float) -> NDArray[np.float64]:

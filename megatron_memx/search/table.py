@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_memx.cluster import Cluster
-from megatron_memx.cost.memory import data_parallel_sizes, layer_parameters_of, stage_parameters
+from megatron_memx.cost.memory import (
+    NUM_PLACES,
+    data_parallel_sizes,
+    layer_parameters_of,
+    place_of,
+    stage_parameters,
+)
 from megatron_memx.cost.pipeline import held_states
 from megatron_memx.cost.units import EMBEDDING, HEAD, LAYER, MOE_LAYER, MTP, UnitKey, UnitProvider
 from megatron_memx.job import Job
@@ -247,8 +253,9 @@ class Tables:
             )
 
         size = len(rows.layers)
-        busy, saved = np.zeros(size), np.zeros(size)
-        transient, sigma = np.zeros(size), np.zeros(size)
+        busy, sigma = np.zeros(size), np.zeros(size)
+        saved = [np.zeros(size) for _ in range(NUM_PLACES)]
+        transient = [np.zeros(size) for _ in range(NUM_PLACES)]
         leading_mixtures = self._mixtures(first, rows.leading)
         all_mixtures = self._mixtures(first, rows.layers)
         for unit in (LAYER, MOE_LAYER):
@@ -261,27 +268,35 @@ class Tables:
                 count = ahead if name == "full" else (mine - ahead) * (rows.trailing_class == index)
                 if not count.any():
                     continue
-                cost = self._provider.unit(key(unit, name, modules))
+                one = key(unit, name, modules)
+                cost = self._provider.unit(one)
                 busy += count * (cost.forward_s + cost.backward_s)
                 extra = np.full(size, cost.transient_bytes)
                 kept = count.astype(float)
                 if name == "full":
                     kept = np.ceil(count / rows.group)
                     extra += (rows.group - 1) * plain.saved_bytes
-                saved += kept * cost.saved_bytes
-                there = count > 0
-                transient = np.where(there, np.maximum(transient, extra), transient)
-                sigma = np.where(there, np.maximum(sigma, cost.memory_log_sigma), sigma)
-        others = [EMBEDDING] * embedding + [HEAD] * loss
-        counted = [(name, 1) for name in others]
+                place = place_of(one)
+                saved[place] += kept * cost.saved_bytes
+                extra = np.where(count > 0, extra, 0.0)
+                transient[place] = np.maximum(transient[place], extra)
+                sigma = np.where(count > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
+        counted = [(EMBEDDING, 1)] * embedding + [(HEAD, 1)] * loss
         if loss and model.mtp_num_layers:
             counted.append((MTP, model.mtp_num_layers))
         for unit, times in counted:
-            cost = self._provider.unit(key(unit))
+            one = key(unit)
+            cost = self._provider.unit(one)
             busy += times * (cost.forward_s + cost.backward_s)
-            saved += times * cost.saved_bytes
-            transient = np.maximum(transient, cost.transient_bytes)
+            saved[place_of(one)] += times * cost.saved_bytes
+            transient[place_of(one)] += cost.transient_bytes
             sigma = np.maximum(sigma, cost.memory_log_sigma)
+        working = [
+            transient[place] - np.sum(saved[place + 1 :], axis=0) for place in range(NUM_PLACES)
+        ]
         return ChunkTable(
-            busy_s=busy, saved_bytes=saved, transient_bytes=transient, memory_log_sigma=sigma
+            busy_s=busy,
+            saved_bytes=np.sum(saved, axis=0),
+            transient_bytes=np.max(working, axis=0),
+            memory_log_sigma=sigma,
         )
