@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_memx.cost.units import EMBEDDING, HEAD, LAYER, MOE_LAYER, MTP, UnitKey
+from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, LAYER, MOE_LAYER, MTP, UnitKey
 from megatron_memx.model import ModelShape
 
 
@@ -43,8 +43,24 @@ class UnitWork:
     reduced_bytes: float
 
 
+_CHUNK_WORK = UnitWork(
+    matmul_flops=0.0,
+    moved_bytes=0.0,
+    recomputed_flops=0.0,
+    recomputed_bytes=0.0,
+    operators=4,
+    linear_saved_bytes=0.0,
+    quadratic_saved_bytes=0.0,
+    input_bytes=0.0,
+    working_bytes=0.0,
+    reduced_bytes=0.0,
+)
+
+
 def unit_work(model: ModelShape, key: UnitKey, *, element_bytes: int) -> UnitWork:
     """Return the work of ``key`` for ``model`` with activations of ``element_bytes``."""
+    if key.unit == CHUNK:
+        return _CHUNK_WORK
     if key.unit == EMBEDDING:
         return _embedding(model, key, element_bytes)
     if key.unit == HEAD:

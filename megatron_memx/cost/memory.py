@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from megatron_memx.cost.compute import layer_unit
 from megatron_memx.cost.pipeline import held_states
-from megatron_memx.cost.units import EMBEDDING, HEAD, MTP, StepCost, UnitKey, UnitProvider
+from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, MTP, StepCost, UnitKey, UnitProvider
 from megatron_memx.job import Job
 from megatron_memx.model import LayerParameters, ModelShape
 from megatron_memx.parallel import ParallelSizes, Recompute
@@ -129,6 +129,7 @@ def chunk_cost(
         modules = policy.modules if recompute == "selective" else ()
         one = key(unit, recompute, modules)
         counts[one] = counts.get(one, 0) + 1
+    counts[key(CHUNK)] = 1
     if chunk.embedding:
         counts[key(EMBEDDING)] = 1
     if chunk.loss:
@@ -174,7 +175,7 @@ NUM_PLACES = len(_PLACES)
 
 def place_of(key: UnitKey) -> int:
     """Return a unit's place in the order of the forward pass, from 0."""
-    if key.unit == EMBEDDING:
+    if key.unit in (CHUNK, EMBEDDING):
         return 0
     if key.unit in (MTP, HEAD):
         return 3 if key.unit == MTP else 4

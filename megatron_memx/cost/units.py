@@ -1,8 +1,9 @@
 """The units that a stage is made of, and what one of them costs: the planner's cost interface.
 
-A stage is some decoder layers, perhaps the embedding before them, perhaps the head (final norm,
-output layer and loss) and multi-token-prediction layers behind them. Everything about a stage is
-composed of these, so that a provider answers for units only.
+A chunk is some decoder layers, perhaps the embedding before them, perhaps the head (final norm,
+output layer and loss) and multi-token-prediction layers behind them. Running a chunk costs
+something by itself too. Everything about a stage is composed of these, so that a provider answers
+for units only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LAYER, MOE_LAYER, EMBEDDING, HEAD, MTP = "layer", "moe_layer", "embedding", "head", "mtp"
+# What a chunk costs whatever it holds: wrappers, masks, Python.
+CHUNK = "chunk"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_memx.cost.units import EMBEDDING, HEAD, LAYER
+from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, LAYER
 from megatron_memx.profile.design import FIRST, LAST, MIDDLE
 from megatron_memx.profile.store import CONTENDED, OK, ProfileRow
 
@@ -56,12 +56,16 @@ class Core:
         may be noise, and must not make large micro-batches look free.
         """
         a, b, c = self.coefficients[unit][quantity]
+        if unit.unit == CHUNK:
+            return a
         largest = self.ranges[unit][1]
         tokens = min(mbs, largest) * seq
         return max(0.0, a + b * tokens + c * tokens * seq) * max(1.0, mbs / largest)
 
     def in_range(self, unit: UnitClass, mbs: int, seq: int) -> bool:
         """Whether a shape lies within twice the measured micro-batches and at measured lengths."""
+        if unit.unit == CHUNK:
+            return True
         low, high, shortest, longest = self.ranges[unit]
         return low <= mbs <= 2 * high and shortest <= seq <= longest
 
@@ -70,22 +74,33 @@ def observe(rows: Sequence[ProfileRow]) -> list[Observation]:
     """Take single units out of measured pieces.
 
     A piece of two layers less one of one layer is a layer; what is left of the smaller piece is
-    per-stage overhead, which belongs to no layer and is charged to none. First and last pieces less
-    a middle one of the same shape are the embedding and the head. Working bytes do not add up: a
-    piece's are those of its hungriest unit.
+    what a chunk costs whatever it holds. First and last pieces less a middle one of the same shape
+    are the embedding and the head. Working bytes do not add up: a piece's are those of its
+    hungriest unit.
     """
     good = usable(rows)
     middle = {_shape(row) + (row.num_layers,): row for row in good if row.part == MIDDLE}
     overhead = _overheads(good, middle)
-    found: list[Observation] = []
+    found: list[Observation] = [
+        Observation(
+            unit_class=UnitClass(unit=CHUNK, tp=tp, sequence_parallel=sequence_parallel),
+            micro_batch_size=1,
+            seq_length=1,
+            values={**dict.fromkeys(QUANTITIES, 0.0), **times},
+            spread=0.0,
+        )
+        for (tp, sequence_parallel), times in overhead.items()
+    ]
     for row in good:
         unit = {MIDDLE: LAYER, FIRST: EMBEDDING, LAST: HEAD}.get(row.part)
         if unit is None or (row.part == MIDDLE and row.num_layers != 1):
             continue
         values: dict[str, float]
         if row.part == MIDDLE:
-            spare = overhead.get((row.tp, row.recompute, row.modules), {})
-            values = {q: max(0.0, getattr(row, q) - spare.get(q, 0.0)) for q in _ADDITIVE}
+            spare = overhead.get((row.tp, row.sequence_parallel), {})
+            values = {
+                q: max(getattr(row, q) - spare.get(q, 0.0), getattr(row, q) / 2) for q in _ADDITIVE
+            }
         else:
             base = middle.get(_shape(row) + (1,))
             if base is None:
@@ -135,6 +150,8 @@ def fit_core(observations: Sequence[Observation]) -> Core:
         sizes = [i.micro_batch_size for i in items]
         # A term that these shapes cannot tell from the tokens is left out.
         told = np.array([len(set(sizes)) > 1, True, len(set(lengths.tolist())) > 1])
+        if unit.unit == CHUNK:
+            told = np.array([True, False, False])
         coefficients[unit] = {
             quantity: _fit(columns * told, np.array([i.values[quantity] for i in items]))
             for quantity in QUANTITIES
@@ -165,23 +182,21 @@ def _shape(row: ProfileRow) -> tuple[object, ...]:
 
 def _overheads(
     rows: Sequence[ProfileRow], middle: Mapping[tuple[object, ...], ProfileRow]
-) -> dict[tuple[int, str, tuple[str, ...]], dict[str, float]]:
-    """Per-stage overhead: twice a one-layer piece less a two-layer one, at most half of the piece.
+) -> dict[tuple[int, bool], dict[str, float]]:
+    """Return what a chunk costs by itself: twice a one-layer piece less a two-layer one.
 
-    Times are noisy, so the overhead of a class is one figure for all shapes.
+    It is the same for every policy, and noise can only be told from it by the least of them.
     """
-    found: dict[tuple[int, str, tuple[str, ...]], dict[str, float]] = {}
+    seen: dict[tuple[int, bool], dict[str, list[float]]] = {}
     for row in rows:
-        if row.part != MIDDLE or row.num_layers != 2:
-            continue
         one = middle.get(_shape(row) + (1,))
-        if one is None:
+        if row.part != MIDDLE or row.num_layers != 2 or one is None:
             continue
-        found[(row.tp, row.recompute, row.modules)] = {
-            quantity: min(
-                max(0.0, 2.0 * getattr(one, quantity) - getattr(row, quantity)),
-                getattr(one, quantity) / 2,
-            )
-            for quantity in _ADDITIVE
-        }
-    return found
+        entry = seen.setdefault((row.tp, row.sequence_parallel), {})
+        for quantity in ("forward_s", "backward_s"):
+            spare = 2.0 * getattr(one, quantity) - getattr(row, quantity)
+            entry.setdefault(quantity, []).append(max(0.0, spare))
+    return {
+        key: {quantity: min(values) for quantity, values in entry.items()}
+        for key, entry in seen.items()
+    }

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megatron_memx.cluster import Cluster
 from megatron_memx.cost.prior import CatalogueProvider
 from megatron_memx.cost.units import (
+    CHUNK,
     EMBEDDING,
     HEAD,
     LAYER,
@@ -28,7 +29,7 @@ from megatron_memx.profile.augment import Sample, augment
 from megatron_memx.profile.design import OPTIMIZER
 from megatron_memx.profile.store import OK, ProfileRow
 
-_UNIT_CODES = {LAYER: 0.0, MOE_LAYER: 1.0, EMBEDDING: 2.0, HEAD: 3.0, MTP: 4.0}
+_UNIT_CODES = {LAYER: 0.0, MOE_LAYER: 1.0, EMBEDDING: 2.0, HEAD: 3.0, MTP: 4.0, CHUNK: 5.0}
 _RECOMPUTE_CODES = {"none": 0.0, "selective": 1.0, "full": 2.0}
 # No repeat tells more about a run on another day than this.
 LEAST_LOG_SIGMA = 0.03

@@ -22,7 +22,16 @@ from megatron_memx.cost.memory import (
     stage_parameters,
 )
 from megatron_memx.cost.pipeline import held_states
-from megatron_memx.cost.units import EMBEDDING, HEAD, LAYER, MOE_LAYER, MTP, UnitKey, UnitProvider
+from megatron_memx.cost.units import (
+    CHUNK,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    MOE_LAYER,
+    MTP,
+    UnitKey,
+    UnitProvider,
+)
 from megatron_memx.job import Job
 from megatron_memx.parallel import ParallelSizes, Recompute
 from megatron_memx.plan import Chunk
@@ -281,7 +290,7 @@ class Tables:
                 extra = np.where(count > 0, extra, 0.0)
                 transient[place] = np.maximum(transient[place], extra)
                 sigma = np.where(count > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
-        counted = [(EMBEDDING, 1)] * embedding + [(HEAD, 1)] * loss
+        counted = [(CHUNK, 1)] + [(EMBEDDING, 1)] * embedding + [(HEAD, 1)] * loss
         if loss and model.mtp_num_layers:
             counted.append((MTP, model.mtp_num_layers))
         for unit, times in counted:

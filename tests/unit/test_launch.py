@@ -295,11 +295,13 @@ def test_the_store_of_torch_is_shared_with_torch_distributed() -> None:
         port = probe.getsockname()[1]
     base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     results: list[str] = []
+    both = threading.Barrier(2, timeout=30)
 
     def rank(number: int) -> None:
         store, release = handshake.open_store({**base, "RANK": str(number)})
         handshake.check("c" * 32, rank=number, world_size=2, store=store)
         results.append("agreed")
+        both.wait()  # the store lives as long as the run
         release()
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]

@@ -129,17 +129,21 @@ def test_the_core_finds_the_truth_of_unseen_shapes() -> None:
                 assert core.value(found, name, 2, 96) == pytest.approx(expected, rel=0.02)
 
 
-def test_per_stage_overhead_is_charged_to_no_layer() -> None:
+def test_what_a_chunk_costs_by_itself_is_charged_once() -> None:
     from dataclasses import replace
 
     with_overhead = [
-        replace(item, forward_s=item.forward_s + 5e-5) if item.part == "middle" else item
+        replace(item, forward_s=item.forward_s + 5e-5)
+        if item.part in ("middle", "first", "last")
+        else item
         for item in rows()
     ]
     core = fit_core(observe(with_overhead))
     layer = next(item for item in core.coefficients if item.unit == "layer" and item.tp == 1)
     expected = value(TRUTH["layer"]["none"][0], 1, 128)
     assert core.value(layer, "forward_s", 1, 128) == pytest.approx(expected, rel=0.02)
+    chunk = next(item for item in core.coefficients if item.unit == "chunk" and item.tp == 1)
+    assert core.value(chunk, "forward_s", 4, 64) == pytest.approx(5e-5, rel=0.02)
 
 
 def test_the_provider_is_measured_inside_and_says_when_outside() -> None:
