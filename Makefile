@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 RELEASE ?= 0.18.2
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-slow test-megatron lint types format clean
+.PHONY: demo test test-slow test-packaging test-megatron lint types format clean
 
 .venv/memx-ready: setup.py
 	@.ci/venv
@@ -16,6 +16,10 @@ test: .venv/memx-ready
 
 test-slow: .venv/memx-ready
 	$(PYTHON) -m pytest -m slow $(PYTEST_ARGS)
+
+# Installs the wheel and the checkout into fresh environments; needs a package index.
+test-packaging: .venv/memx-ready
+	$(PYTHON) -m pytest -m slow tests/contract/test_packaging.py $(PYTEST_ARGS)
 
 # The tests that touch Megatron, on another release: its wheel alone, over the same environment.
 test-megatron: .venv/memx-ready
