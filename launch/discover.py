@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform as host_platform
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from megatron_memx.cluster import Cluster, DeviceKind, Node
 from megatron_memx.cluster_file import catalogue, catalogue_link
 from megatron_memx.errors import BadInputError
+from megatron_memx.platforms import get
 from megatron_memx.units import MIB
 
 _QUERY_TIMEOUT_S = 20.0
@@ -84,6 +86,28 @@ def local_cluster(
     if ranks < len(devices):
         notes.append(f"{len(devices) - ranks} of {len(devices)} devices stay unused")
     return _cluster(nvidia_kind(used), num_nodes, ranks), notes
+
+
+def require_here(platform: str) -> None:
+    """Refuse to start ranks on a platform that this host cannot run; planning needs none of it.
+
+    Raises:
+        BadInputError: Names what is missing.
+    """
+    package = get(platform).package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise BadInputError(
+            f"platform {platform} needs {package}, which is not installed; planning works without "
+            "it, launching does not",
+            fix=f"install {package} for your torch, or --memx-dry-run",
+            flag="--memx-platform",
+        )
+    if platform == "cuda" and not nvidia_devices():
+        raise BadInputError(
+            "the plan is for cuda devices, and nvidia-smi reports none on this host",
+            fix="start on the cluster, --memx-dry-run to plan here, or --memx-platform cpu",
+            flag="--memx-platform",
+        )
 
 
 def _cluster(kind: DeviceKind, num_nodes: int, count: int) -> Cluster:

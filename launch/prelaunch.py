@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_memx.launch.discover import local_cluster
+from megatron_memx.launch.discover import local_cluster, require_here
 from megatron_memx.launch.torchrun_options import Invocation
 
 from megatron_memx.cache.store import PlanCache, default_cache_dir
@@ -72,6 +72,8 @@ def prepare(invocation: Invocation, options: MemXOptions, *, started_s: float) -
     checked_platform(options.memx_platform)
     cluster, notes = find_cluster(invocation, options)
     platform = platform_of(cluster, options)
+    if not options.memx_dry_run:
+        require_here(platform)
     words = list(invocation.arguments)
     job = parse_job([*words, *default_words(platform, words)])
     if options.memx_plan is not None:

@@ -118,6 +118,17 @@ def test_no_accelerator_is_never_silently_the_cpu(monkeypatch: pytest.MonkeyPatc
     assert cluster.kind_of(0).free_bytes is None
 
 
+def test_a_platform_that_is_not_here_plans_but_does_not_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(BadInputError, match="torch_npu, which is not installed"):
+        discover.require_here("npu")
+    with pytest.raises(BadInputError, match="nvidia-smi reports none"):
+        discover.require_here("cuda")
+    discover.require_here("cpu")
+
+
 def test_the_cluster_file_must_match_the_launch() -> None:
     file = str(ROOT / "examples/clusters/one_node.yaml")
     with pytest.raises(BadInputError) as error:
