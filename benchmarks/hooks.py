@@ -8,6 +8,7 @@ A pass here is a matrix product of about the given time on the CPU; the ratio is
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -24,6 +25,17 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def matrix_of(pass_s: float) -> torch.Tensor:
+    """Return a square matrix whose product with itself takes about ``pass_s``."""
+    size = 128
+    while True:
+        matrix = torch.randn(size, size)
+        taken = [seconds(functools.partial(torch.matmul, matrix, matrix)) for _ in range(5)]
+        if statistics.median(taken) > pass_s:
+            return matrix
+        size = int(size * 1.2)
+
+
 def main() -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -32,14 +44,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    size = 128
-    while True:
-        matrix = torch.randn(size, size)
-        if statistics.median(seconds(lambda: matrix @ matrix) for _ in range(5)) > (
-            options.pass_ms / 1e3
-        ):
-            break
-        size = int(size * 1.2)
+    matrix = matrix_of(options.pass_ms / 1e3)
     clock = _Clock(on_device=False)
 
     def work() -> torch.Tensor:
