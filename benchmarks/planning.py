@@ -2,8 +2,8 @@
 
     python benchmarks/planning.py [--json]
 
-Each figure is the median of repeats in this run, on this machine; the ratios are between figures
-of the same run. Nothing is trained and nothing is measured on devices: the plan rests on the catalogue.
+Each figure is the median of repeats in this run, on this machine; ratios are between figures of
+the same run. Nothing is trained or measured on devices: the plan rests on the catalogue.
 """
 
 from __future__ import annotations
