@@ -21,7 +21,7 @@ from megatron_memx.profile.design import (
     minimal_set,
 )
 from megatron_memx.profile.store import OK, ProfileRow, ProfileStore
-from megatron_memx.search.partition import policies
+from megatron_memx.search.choices import policies
 from megatron_memx.search.space import Outer, outer_space
 
 TASK = "MEMX_PROFILE_TASK"

@@ -17,35 +17,13 @@ SWITCHES = frozenset(
     ["standalone", "module", "no_python", "run_path", "virtual_local_rank", "help"]
 )
 WITH_VALUE = frozenset(
-    [
-        "nnodes",
-        "nproc_per_node",
-        "rdzv_backend",
-        "rdzv_endpoint",
-        "rdzv_id",
-        "rdzv_conf",
-        "max_restarts",
-        "monitor_interval",
-        "start_method",
-        "event_log_handler",
-        "role",
-        "log_dir",
-        "redirects",
-        "tee",
-        "log_line_prefix_template",
-        "local_ranks_filter",
-        "duplicate_stdout_filters",
-        "duplicate_stderr_filters",
-        "node_rank",
-        "master_addr",
-        "master_port",
-        "local_addr",
-        "logs_specs",
-        "numa_binding",
-        "signals_to_handle",
-        "shutdown_timeout",
-        "print_completion",
-    ]
+    (
+        "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf max_restarts "
+        "monitor_interval start_method event_log_handler role log_dir redirects tee "
+        "log_line_prefix_template local_ranks_filter duplicate_stdout_filters "
+        "duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
+        "numa_binding signals_to_handle shutdown_timeout print_completion"
+    ).split()
 )
 _SHORT = {"m": "module", "r": "redirects", "t": "tee", "h": "help"}
 # torchrun reads these from PET_<NAME> where the option is not given.

@@ -36,68 +36,20 @@ _SWITCH_PINS = (
 )
 # Options that change neither time nor memory nor legality: they stay out of the signature.
 _IRRELEVANT = frozenset(
-    [
-        "load",
-        "save",
-        "save_interval",
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "mock_data",
-        "split",
-        "data_cache_path",
-        "lr",
-        "min_lr",
-        "lr_decay_iters",
-        "lr_decay_style",
-        "lr_warmup_iters",
-        "lr_warmup_fraction",
-        "lr_decay_samples",
-        "lr_warmup_samples",
-        "weight_decay",
-        "clip_grad",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_eps",
-        "init_method_std",
-        "seed",
-        "train_iters",
-        "train_samples",
-        "eval_iters",
-        "eval_interval",
-        "log_interval",
-        "log_throughput",
-        "log_params_norm",
-        "log_num_zeros_in_grad",
-        "log_timers_to_tensorboard",
-        "log_memory_to_tensorboard",
-        "tensorboard_dir",
-        "tensorboard_queue_size",
-        "tensorboard_log_interval",
-        "wandb_project",
-        "wandb_exp_name",
-        "wandb_save_dir",
-        "timing_log_level",
-        "timing_log_option",
-        "vocab_file",
-        "merge_file",
-        "tokenizer_model",
-        "no_load_optim",
-        "no_load_rng",
-        "no_save_optim",
-        "no_save_rng",
-        "finetune",
-        "exit_interval",
-        "exit_duration_in_mins",
-        "exit_signal_handler",
-        "num_workers",
-        "distributed_timeout_minutes",
-        "rerun_mode",
-        "no_mmap_bin_files",
-        "override_opt_param_scheduler",
-        "use_checkpoint_opt_param_scheduler",
-    ]
+    (
+        "load save save_interval data_path train_data_path valid_data_path test_data_path "
+        "mock_data split data_cache_path lr min_lr lr_decay_iters lr_decay_style lr_warmup_iters "
+        "lr_warmup_fraction lr_decay_samples lr_warmup_samples weight_decay clip_grad adam_beta1 "
+        "adam_beta2 adam_eps init_method_std seed train_iters train_samples eval_iters "
+        "eval_interval log_interval log_throughput log_params_norm log_num_zeros_in_grad "
+        "log_timers_to_tensorboard log_memory_to_tensorboard tensorboard_dir "
+        "tensorboard_queue_size tensorboard_log_interval wandb_project wandb_exp_name "
+        "wandb_save_dir timing_log_level timing_log_option vocab_file merge_file tokenizer_model "
+        "no_load_optim no_load_rng no_save_optim no_save_rng finetune exit_interval "
+        "exit_duration_in_mins exit_signal_handler num_workers distributed_timeout_minutes "
+        "rerun_mode no_mmap_bin_files override_opt_param_scheduler "
+        "use_checkpoint_opt_param_scheduler"
+    ).split()
 )
 
 

@@ -159,10 +159,6 @@ class Plan:
         vpp = self.parallel.virtual_pipeline_model_parallel_size
         return "|".join(stage.chunks[v].letters for v in range(vpp) for stage in self.stages)
 
-    def recompute_of(self, pipeline_rank: int, virtual_stage: int) -> Recompute:
-        """Return the recompute policy of one chunk."""
-        return self.stages[pipeline_rank].chunks[virtual_stage].recompute
-
     def megatron_rank(self, launcher_rank: int) -> int:
         """Return the Megatron rank that launcher rank ``launcher_rank`` runs."""
         return self.rank_order.index(launcher_rank)

@@ -57,18 +57,6 @@ def order(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[in
 
 
 @lru_cache(maxsize=4096)
-def peak_in_flight(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[int, ...]:
-    """Return micro-batches held by each chunk at the moment when the rank holds most in all."""
-    held = [0] * vpp
-    best: tuple[int, ...] = tuple(held)
-    for kind, _, chunk in order(pp, vpp, num_microbatches, rank):
-        held[chunk] += 1 if kind == FORWARD else -1
-        if sum(held) > sum(best):
-            best = tuple(held)
-    return best
-
-
-@lru_cache(maxsize=4096)
 def held_states(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[int, ...], ...]:
     """Return every maximal state of micro-batches held by each chunk during an iteration."""
     held = [0] * vpp

@@ -15,8 +15,9 @@ from megatron_memx.legality import Facts
 from megatron_memx.objective import TIME_ONLY, Reference, Weights, auto_weights, phi_of
 from megatron_memx.parallel import Recompute
 from megatron_memx.pins import Constraints
+from megatron_memx.search.choices import policies
 from megatron_memx.search.evaluate import Evaluated, Evaluator, StageOption
-from megatron_memx.search.partition import QUICK, THOROUGH, Partitioner, policies
+from megatron_memx.search.partition import QUICK, THOROUGH, Partitioner
 from megatron_memx.search.space import Outer, Rejection, outer_space
 from megatron_memx.search.table import Rows, Tables
 from megatron_memx.units import format_bytes, format_seconds

@@ -24,33 +24,11 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = [
-    "tensor",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "zeros",
-    "zeros_like",
-    "ones",
-    "ones_like",
-    "full",
-    "full_like",
-    "rand",
-    "rand_like",
-    "randn",
-    "randn_like",
-    "randint",
-    "randint_like",
-    "randperm",
-    "arange",
-    "linspace",
-    "eye",
-    "tril_indices",
-    "triu_indices",
-    "scalar_tensor",
-]
+_FACTORIES = (
+    "tensor as_tensor asarray empty empty_like empty_strided zeros zeros_like ones ones_like full "
+    "full_like rand rand_like randn randn_like randint randint_like randperm arange linspace eye "
+    "tril_indices triu_indices scalar_tensor"
+).split()
 _NEW_METHODS = ["new_tensor", "new_empty", "new_zeros", "new_ones", "new_full"]
 _TENSOR_TYPES = [
     "FloatTensor",

@@ -15,8 +15,8 @@ from megatron_memx.errors import InfeasibleError
 from megatron_memx.objective import PROFILES, TIME_ONLY, Weights, phi
 from megatron_memx.parallel import Recompute
 from megatron_memx.pins import constraints
+from megatron_memx.search.choices import policies
 from megatron_memx.search.evaluate import Evaluator
-from megatron_memx.search.partition import policies
 from megatron_memx.search.search import SearchRequest, SearchResult, search
 from megatron_memx.search.space import Outer, outer_space
 from megatron_memx.search.table import Rows, Tables
