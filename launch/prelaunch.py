@@ -16,6 +16,7 @@ from megatron_memx.launch.torchrun_options import Invocation
 from megatron_memx.cache.store import PlanCache, default_cache_dir
 from megatron_memx.cluster import Cluster
 from megatron_memx.cluster_file import load_cluster
+from megatron_memx.conflicts import refuse_conflicts
 from megatron_memx.errors import BadInputError
 from megatron_memx.job import Job, parse_job
 from megatron_memx.options import MemXOptions
@@ -85,6 +86,7 @@ def prepare(invocation: Invocation, options: MemXOptions, *, started_s: float) -
         notes += [*job.notes, *request.pins.warnings]
         plan, reused = find_plan(request, invocation, cache_dir, notes)
         took_s = time.perf_counter() - started_s
+    refuse_conflicts(plan, invocation.arguments)
     return Prepared(
         plan=plan,
         job=job,

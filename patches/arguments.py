@@ -17,53 +17,14 @@ from typing import Any
 from megatron_memx.patches.registry import Context, Patch, Replacer, fired, resolve
 
 from megatron_memx import platforms
-from megatron_memx.errors import BadInputError
+from megatron_memx.conflicts import refuse_conflicts
 from megatron_memx.megatron_args import (
     REPLACED_BY_LAYOUT,
-    expand_layout,
     overrides_to_argv,
     plan_overrides,
-    typed_options,
     without_options,
 )
 from megatron_memx.options import add_options
-from megatron_memx.plan import Plan
-
-_REFUSED_WITH_PLAN = {
-    "yaml_cfg": "--yaml-cfg makes Megatron ignore the command line, the plan's values included",
-    "use_checkpoint_args": "it restores the parallel sizes of a checkpoint but not its layout",
-    "use_mp_args_from_checkpoint_args": "it restores parallel sizes but not the layout",
-}
-
-
-def refuse_conflicts(plan: Plan, words: Sequence[str]) -> None:
-    """Refuse options of the user that contradict the plan.
-
-    Raises:
-        BadInputError: Names the option, its value and the plan's value.
-    """
-    typed = typed_options(words)
-    for name, reason in _REFUSED_WITH_PLAN.items():
-        if name in typed:
-            flag = "--" + name.replace("_", "-")
-            raise BadInputError(f"{flag} cannot be used with a plan: {reason}", flag=flag)
-    for name, value in plan_overrides(plan).items():
-        if name not in typed:
-            continue
-        given = typed[name]
-        wanted = str(value)
-        if name == "pipeline_model_parallel_layout":
-            given, wanted = expand_layout(given), expand_layout(wanted)
-        elif name == "hybrid_layer_pattern":
-            given, wanted = given.replace("|", ""), wanted.replace("|", "")
-        if isinstance(value, bool) or given == wanted:
-            continue
-        flag = "--" + name.replace("_", "-")
-        raise BadInputError(
-            f"{flag} is {typed[name]} but the plan says {value}",
-            fix=f"leave {flag} out, or plan again with it",
-            flag="--memx-replan",
-        )
 
 
 @contextmanager

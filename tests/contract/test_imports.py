@@ -14,7 +14,7 @@ from conftest import ROOT
 LAYERS = (
     ("errors", "units", "versions", "options", "platforms"),
     ("parallel", "plan", "model", "cluster", "cluster_file", "megatron_args"),
-    ("job", "resume"),
+    ("job", "resume", "conflicts"),
     ("legality", "pins"),
     ("cache",),
     ("cost",),
