@@ -31,6 +31,10 @@ record = {
 temporary = folder / f".argv_{rank}"
 temporary.write_text(json.dumps(record))
 temporary.rename(folder / f"argv_{rank}.json")
+# A rank that ends with an error has the others killed: not before all have written.
+deadline = time.monotonic() + 30
+while len(list(folder.glob("argv_*.json"))) < record["world"] and time.monotonic() < deadline:
+    time.sleep(0.02)
 if mode == "dies" and rank == 1:
     sys.exit(3)
 if mode:
