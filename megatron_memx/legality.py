@@ -340,6 +340,16 @@ def _expert_rules(model: ModelShape, sizes: ParallelSizes) -> list[Violation]:
                 flag="--expert-tensor-parallel-size",
             )
         )
+    if model.add_bias_linear and ep * etp == 1:
+        found.append(
+            Violation(
+                rule="moe-bias",
+                message="experts with biases on a single rank (ep 1, etp 1): Megatron adds the "
+                "bias in place to a view, and autograd ends the first step",
+                fix="--disable-bias-linear, or ep 2 or more",
+                flag="--disable-bias-linear",
+            )
+        )
     if sizes.tensor_model_parallel_size > 1 and not sizes.sequence_parallel:
         found.append(
             Violation(

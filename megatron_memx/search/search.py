@@ -68,12 +68,7 @@ def search(request: SearchRequest) -> SearchResult:
     """
     outers, rejections = _outers(request)
     if not outers:
-        reasons = list(dict.fromkeys(f"{r.family}: {r.reason}" for r in rejections))
-        raise InfeasibleError(
-            "no parallel sizes are legal for this model, batch and cluster; "
-            + "; ".join(reasons[:3]),
-            fix="another number of ranks, another batch, or fewer pins",
-        )
+        raise _nothing_legal(request, rejections)
     tables = _tables(request)
     reference = _reference(request, outers, tables)
     weights = request.weights
@@ -283,6 +278,25 @@ def _distinct(rejections: list[Rejection]) -> list[Rejection]:
         else Rejection(family=f"{items[0].family} and {len(items) - 1} more", reason=reason)
         for reason, items in by_reason.items()
     ][:12]
+
+
+def _nothing_legal(request: SearchRequest, rejections: list[Rejection]) -> InfeasibleError:
+    """Say why no sizes are legal, and which batch or number of ranks would be."""
+    reasons = list(dict.fromkeys(f"{r.family}: {r.reason}" for r in rejections))
+    world, batch = request.cluster.num_devices, request.job.train.global_batch_size
+    step = (request.pins.micro_batch_size or 1) * world
+    low = batch // step * step
+    near = " or ".join(str(value) for value in (low, low + step) if value)
+    fewer = next((w for w in range(world - 1, 0, -1) if batch % (step // world * w) == 0), None)
+    fix = f"--global-batch-size {near}"
+    if fewer:
+        fix += f", or {fewer} ranks"
+    return InfeasibleError(
+        f"no parallel sizes are legal for {world} ranks, this model, batch and pins; "
+        + "; ".join(reasons[:3]),
+        fix=fix,
+        flag="--global-batch-size",
+    )
 
 
 def _infeasible(

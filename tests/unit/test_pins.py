@@ -262,6 +262,13 @@ def test_interleaved_schedule_rules(
     assert [v.rule for v in found] == rules_found
 
 
+def test_single_experts_with_biases_are_refused() -> None:
+    sizes = ParallelSizes(data_parallel_size=2, global_batch_size=16)
+    found = check_sizes(job(num_experts=4), sizes, facts())
+    assert [v.rule for v in found] == ["moe-bias"]
+    assert check_sizes(job(num_experts=4, disable_bias_linear=True), sizes, facts()) == []
+
+
 def test_sequence_parallel_needs_fused_norms() -> None:
     sizes = ParallelSizes(
         tensor_model_parallel_size=2, sequence_parallel=True, global_batch_size=16

@@ -306,3 +306,14 @@ def test_phi_of_the_reference_is_one() -> None:
     same = np.array([reference.peak])
     assert phi(reference.time_s, same.tolist(), TIME_ONLY, reference) == pytest.approx(1.0)
     assert result.phi <= 1.0 + 1e-9
+
+
+def test_seven_devices_and_a_batch_of_256() -> None:
+    """Field report 9, without pins: the nearest batches and a number of ranks are offered."""
+    read = job(num_layers=4, global_batch_size=256, micro_batch_size=2)
+    with pytest.raises(InfeasibleError) as error:
+        search(request(read, cluster(("gpu", 7))))
+    assert "256 is not a multiple of micro_batch_size 2 x data_parallel_size 7 = 14" in str(
+        error.value
+    )
+    assert error.value.fix == "--global-batch-size 252 or 266, or 4 ranks"
