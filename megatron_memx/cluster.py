@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_memx.errors import BadInputError
+from megatron_memx.typed import checked
 from megatron_memx.units import GIB
 
 # When nobody says how nodes are connected: one 100 Gbit/s port a node, measured by nobody.
@@ -220,16 +221,7 @@ class Cluster:
         Raises:
             BadInputError: A field is missing, unknown or of another type.
         """
-        try:
-            return cls(
-                name=str(data["name"]),
-                nodes=tuple(Node(**node) for node in data["nodes"]),
-                kinds={name: DeviceKind(**kind) for name, kind in data["kinds"].items()},
-                intra_node={k: Link(**v) for k, v in data.get("intra_node", {}).items()},
-                inter_node={k: Link(**v) for k, v in data.get("inter_node", {}).items()},
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BadInputError(f"not a cluster: {type(error).__name__}: {error}") from error
+        return checked(cls, data, "cluster")
 
     def signature_fields(self) -> dict[str, Any]:
         """Return what of the cluster may change a plan: names and addresses do not."""

@@ -16,9 +16,11 @@ from typing import Any
 
 from megatron_memx.errors import BadInputError, LegalityError
 from megatron_memx.parallel import ParallelSizes, Recompute
+from megatron_memx.typed import checked
 
 SCHEMA = 1
 MAX_PLAN_BYTES = 64 * 1024**2
+MAX_LAYERS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,11 @@ class StagePrediction:
     peak_memory_high_bytes: int
     capacity_bytes: int
     memory_breakdown_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a device without memory."""
+        if self.capacity_bytes < 1:
+            raise BadInputError(f"capacity_bytes is {self.capacity_bytes}: must be 1 or more")
 
     @property
     def utilisation(self) -> float:
@@ -201,17 +208,24 @@ class Plan:
             plan = cls(
                 signature=str(data["signature"]),
                 created=str(data.get("created", "")),
-                parallel=ParallelSizes.from_dict(data["parallel"]),
-                stages=tuple(_stage_from_dict(stage) for stage in data["stages"]),
-                prediction=Prediction(**data["prediction"]) if data.get("prediction") else None,
+                parallel=checked(ParallelSizes, data["parallel"], "parallel"),
+                stages=tuple(
+                    checked(Stage, stage, f"stages[{index}]")
+                    for index, stage in enumerate(_list(data, "stages"))
+                ),
+                prediction=(
+                    checked(Prediction, data["prediction"], "prediction")
+                    if data.get("prediction") is not None
+                    else None
+                ),
                 objective=_mapping(data, "objective"),
                 pins=_mapping(data, "pins"),
                 versions=_mapping(data, "versions"),
                 origin=_mapping(data, "origin"),
                 model=_mapping(data, "model"),
                 cluster=_mapping(data, "cluster"),
-                runners_up=tuple(data.get("runners_up", ())),
-                rejected=tuple(data.get("rejected", ())),
+                runners_up=_objects(data, "runners_up"),
+                rejected=_objects(data, "rejected"),
             )
         except BadInputError as error:
             raise type(error)(
@@ -288,28 +302,27 @@ def _stage_to_dict(stage: Stage) -> dict[str, Any]:
     return data
 
 
-def _stage_from_dict(data: dict[str, Any]) -> Stage:
-    chunks = tuple(
-        Chunk(**{**chunk, "recompute": Recompute.from_dict(chunk["recompute"])})
-        for chunk in data["chunks"]
-    )
-    prediction = data.get("prediction")
-    ranks = tuple(data["ranks"])
-    if not all(type(rank) is int and rank >= 0 for rank in ranks):
-        raise BadInputError(f"stage ranks {list(ranks)} must be whole numbers of 0 or more")
-    return Stage(
-        pipeline_rank=data["pipeline_rank"],
-        device_kind=str(data["device_kind"]),
-        ranks=ranks,
-        chunks=chunks,
-        prediction=StagePrediction(**prediction) if prediction else None,
-    )
+def _list(data: Mapping[str, Any], name: str) -> list[Any]:
+    value = data.get(name, [])
+    if not isinstance(value, list):
+        raise BadInputError(f"{name} must be a list, not {type(value).__name__}")
+    return value
+
+
+def _objects(data: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
+    value = _list(data, name)
+    if not all(isinstance(item, dict) for item in value):
+        raise BadInputError(f"{name} must be a list of objects")
+    return tuple(value)
 
 
 def _check(plan: Plan) -> None:
     sizes, stages = plan.parallel, plan.stages
     pp = sizes.pipeline_model_parallel_size
     vpp = sizes.virtual_pipeline_model_parallel_size
+    if plan.cluster:
+        _objects(plan.cluster, "nodes")
+    _mapping(dict(plan.objective), "weights")
     if len(stages) != pp:
         raise BadInputError(f"{len(stages)} stages for pipeline_model_parallel_size {pp}")
     for index, stage in enumerate(stages):
@@ -324,6 +337,8 @@ def _check(plan: Plan) -> None:
             raise BadInputError(
                 f"stage {index} has {len(stage.chunks)} chunks; virtual pipeline size is {vpp}"
             )
+    if any(rank < 0 for rank in plan.rank_order):
+        raise BadInputError(f"stage ranks {list(plan.rank_order)} must be 0 or more")
     if sorted(plan.rank_order) != list(range(sizes.world_size)):
         raise BadInputError(
             f"rank order {list(plan.rank_order)} is not a permutation of 0 to "
@@ -333,8 +348,11 @@ def _check(plan: Plan) -> None:
     slots = [(v, p) for v in range(vpp) for p in range(pp)]
     for v, p in slots:
         chunk = stages[p].chunks[v]
-        if chunk.num_layers < 0 or chunk.mtp_num_layers < 0:
-            raise LegalityError(f"stage {p} chunk {v} has a negative number of layers")
+        if not (0 <= chunk.num_layers <= MAX_LAYERS and 0 <= chunk.mtp_num_layers <= MAX_LAYERS):
+            raise LegalityError(
+                f"stage {p} chunk {v} holds {chunk.num_layers} layers and {chunk.mtp_num_layers} "
+                f"MTP layers: 0 to {MAX_LAYERS} of each"
+            )
         if chunk.num_layers and chunk.first_layer != expected:
             raise LegalityError(
                 f"stage {p} chunk {v} starts at layer {chunk.first_layer}; the layers before it "

@@ -177,8 +177,8 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
 def _cluster_text(plan: Plan) -> str:
     counts: dict[str, int] = {}
     for node in plan.cluster.get("nodes", ()):
-        kind = str(node.get("device_kind", "?"))
-        counts[kind] = counts.get(kind, 0) + int(node.get("num_devices", 0))
+        kind, count = str(node.get("device_kind", "?")), node.get("num_devices")
+        counts[kind] = counts.get(kind, 0) + (count if isinstance(count, int) else 0)
     devices = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
     return f"{devices} on {len(plan.cluster.get('nodes', ()))} node(s)"
 

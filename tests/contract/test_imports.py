@@ -12,7 +12,7 @@ from conftest import ROOT
 
 # Each layer may import itself and those before it.
 LAYERS = (
-    ("errors", "units", "versions", "options", "platforms"),
+    ("errors", "units", "versions", "options", "platforms", "typed"),
     ("parallel", "plan", "model", "cluster", "cluster_file", "megatron_args"),
     ("job", "resume", "conflicts"),
     ("legality", "pins"),
