@@ -134,6 +134,9 @@ class _Reader:
                 fix=f"{flag} N",
                 flag=flag,
             )
+        if value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise BadInputError(f"{flag} {value}: must be 1 or more", fix=f"{flag} 1", flag=flag)
         return value
 
     def number(self, name: str, default: float) -> float:

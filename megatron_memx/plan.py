@@ -277,12 +277,23 @@ class Plan:
         return cls.from_dict(data, source=str(file))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``plan.json`` by atomic replace."""
+        """Write ``plan.json`` by atomic replace.
+
+        Raises:
+            BadInputError: The place cannot be written.
+        """
         file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        temporary.write_text(self.to_json(), encoding="utf-8")
-        os.replace(temporary, file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(self.to_json(), encoding="utf-8")
+            os.replace(temporary, file)
+        except OSError as error:
+            raise BadInputError(
+                f"{file}: the plan cannot be written: {error.strerror}",
+                fix="a place that you may write to, with room",
+                flag="--memx-save-plan",
+            ) from error
 
 
 def _mapping(data: dict[str, Any], name: str) -> dict[str, Any]:

@@ -282,20 +282,28 @@ def _distinct(rejections: list[Rejection]) -> list[Rejection]:
 
 def _nothing_legal(request: SearchRequest, rejections: list[Rejection]) -> InfeasibleError:
     """Say why no sizes are legal, and which batch or number of ranks would be."""
-    reasons = list(dict.fromkeys(f"{r.family}: {r.reason}" for r in rejections))
-    world, batch = request.cluster.num_devices, request.job.train.global_batch_size
-    step = (request.pins.micro_batch_size or 1) * world
-    low = batch // step * step
-    near = " or ".join(str(value) for value in (low, low + step) if value)
-    fewer = next((w for w in range(world - 1, 0, -1) if batch % (step // world * w) == 0), None)
-    fix = f"--global-batch-size {near}"
-    if fewer:
-        fix += f", or {fewer} ranks"
+    counts: dict[str, list[Rejection]] = {}
+    for item in rejections:
+        counts.setdefault(item.reason, []).append(item)
+    ranked = sorted(counts.values(), key=len, reverse=True)
+    reasons = "; ".join(f"{items[0].family}: {items[0].reason}" for items in ranked[:3])
+    first = ranked[0][0] if ranked else None
+    by_batch = [items[0] for items in ranked if items[0].flag == "--global-batch-size"]
+    fix, flag = (first.fix, first.flag) if first else (None, None)
+    if by_batch:
+        world, batch = request.cluster.num_devices, request.job.train.global_batch_size
+        size = request.pins.micro_batch_size or 1
+        low = batch // (size * world) * size * world
+        near = " or ".join(str(value) for value in (low, low + size * world) if value)
+        fewer = next((w for w in range(world - 1, 0, -1) if batch % (size * w) == 0), None)
+        fix, flag = f"--global-batch-size {near}", "--global-batch-size"
+        if fewer:
+            fix += f", or {fewer} rank(s)"
     return InfeasibleError(
-        f"no parallel sizes are legal for {world} ranks, this model, batch and pins; "
-        + "; ".join(reasons[:3]),
-        fix=fix,
-        flag="--global-batch-size",
+        f"no parallel sizes are legal for {request.cluster.num_devices} ranks, this model, batch "
+        f"and pins; {reasons}",
+        fix=fix or "another number of ranks, or fewer pins",
+        flag=flag,
     )
 
 

@@ -39,6 +39,8 @@ class Rejection:
 
     family: str
     reason: str
+    fix: str | None = None
+    flag: str | None = None
 
 
 def divisors(number: int) -> list[int]:
@@ -102,11 +104,20 @@ def _with_pipeline(
                         use_distributed_optimizer=bool(pins.use_distributed_optimizer),
                     )
                 except LegalityError as error:
-                    yield Rejection(family=f"tp{tp} pp{pp} dp{dp} mbs{mbs}", reason=error.message)
+                    yield Rejection(
+                        family=f"tp{tp} pp{pp} dp{dp} mbs{mbs}",
+                        reason=error.message,
+                        flag=error.flag,
+                    )
                     continue
                 broken = check_sizes(job, sizes, facts)
                 if broken:
-                    yield Rejection(family=sizes.label, reason=broken[0].message)
+                    yield Rejection(
+                        family=sizes.label,
+                        reason=broken[0].message,
+                        fix=broken[0].fix,
+                        flag=broken[0].flag,
+                    )
                     continue
                 for kinds, ranks in placements:
                     yield Outer(sizes=sizes, kinds=kinds, ranks=ranks)

@@ -74,6 +74,13 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["plan.json"]
 
 
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInputError, match="cannot be written") as error:
+        make_plan([[3], [1]]).save(tmp_path / "file" / "plan.json")
+    assert error.value.flag == "--memx-save-plan"
+
+
 def broken(change: Any) -> dict[str, Any]:
     data = json.loads(make_plan([[3], [1]]).to_json())
     change(data)

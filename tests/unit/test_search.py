@@ -316,4 +316,12 @@ def test_seven_devices_and_a_batch_of_256() -> None:
     assert "256 is not a multiple of micro_batch_size 2 x data_parallel_size 7 = 14" in str(
         error.value
     )
-    assert error.value.fix == "--global-batch-size 252 or 266, or 4 ranks"
+    assert error.value.fix == "--global-batch-size 252 or 266, or 4 rank(s)"
+
+
+def test_what_is_not_about_the_batch_offers_its_own_remedy() -> None:
+    read = job(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, sequence_parallel=True)
+    with pytest.raises(InfeasibleError) as error:
+        search(request(read, cluster(("gpu", 2)), engine=False))
+    assert error.value.flag == "--sequence-parallel"
+    assert "Apex" in str(error.value)
