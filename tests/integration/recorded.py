@@ -67,6 +67,35 @@ def _state(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     return pieces
 
 
+def hybrid_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Build this rank's part of Megatron's HybridModel, as its pretrain_hybrid.py does."""
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    return HybridModel(
+        config=config or core_transformer_config_from_args(args),
+        hybrid_stack_spec=hybrid_layer_specs.hybrid_stack_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        hybrid_layer_pattern=args.hybrid_layer_pattern,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
 def main() -> None:
     import megatron.training.training as training
 
@@ -115,6 +144,8 @@ def main() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if os.environ.get("TEST_HYBRID"):
+        module.model_provider = hybrid_provider
     module.main()
 
 

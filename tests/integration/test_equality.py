@@ -9,6 +9,7 @@ import pytest
 from conftest import TINY_MODEL, TINY_TRAINING
 from runs import NONE, SELECTIVE, Run, block, plan_for, run_plan, run_stock, uniform
 
+from megatron_memx.megatron_args import without_options
 from megatron_memx.report.measured import read_measured
 from megatron_memx.versions import megatron_version, release
 
@@ -126,6 +127,26 @@ def test_data_parallel_with_distributed_optimizer(tmp_path: Path) -> None:
         2, tmp_path / "stock", *("--micro-batch-size", "1", "--use-distributed-optimizer")
     )
     equal(run, stock)
+
+
+@pytest.mark.skipif(not MODERN, reason="0.17 has no HybridModel")
+def test_hybrid_model_of_a_gpt_like_pattern(tmp_path: Path) -> None:
+    """A layer of the plan is an attention and an MLP of the pattern; block policies count both."""
+    words = [*without_options(WORDS, {"num_layers"}), "--hybrid-layer-pattern", "*-*-*-*-"]
+    plan = plan_for([[3], [1]], words, recompute=[[block(2)], [SELECTIVE]])
+    run = run_plan(plan, tmp_path / "plan", model=words, env={"TEST_HYBRID": "1"})
+    stock_words = [*words]
+    stock_words[stock_words.index("*-*-*-*-")] = "*-*-*-|*-"
+    stock = run_stock(
+        2,
+        tmp_path / "stock",
+        *("--micro-batch-size", "1", "--pipeline-model-parallel-size", "2"),
+        model=stock_words,
+        env={"TEST_HYBRID": "1"},
+    )
+    equal(run, stock)
+    assert run.ranks[0]["layers"] == [[6, "full", "block", 4]]
+    assert run.ranks[1]["layers"] == [[2, "selective", None, None]]
 
 
 def test_stage_order_is_applied_by_ranks(stock_uneven: Run, tmp_path: Path) -> None:
