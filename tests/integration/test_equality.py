@@ -157,6 +157,29 @@ def test_stage_order_is_applied_by_ranks(stock_uneven: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_virtual_stages_on_three_ranks_of_any_release(tmp_path: Path) -> None:
+    """0.17 runs them without the overlap that it gets wrong; the plan sees to that."""
+    words = [*WORDS]
+    words[words.index("--num-layers") + 1] = "8"
+    words[words.index("--global-batch-size") + 1] = "6"
+    policies = [[block(1), NONE], [SELECTIVE, uniform(2)], [NONE, block(1)]]
+    run = run_plan(
+        plan_for([[1, 2], [1, 2], [1, 1]], words, recompute=policies),
+        tmp_path / "plan",
+        model=words,
+    )
+    stock = run_stock(
+        3,
+        tmp_path / "stock",
+        *("--micro-batch-size", "1", "--pipeline-model-parallel-size", "3"),
+        *("--pipeline-model-parallel-layout", "Et|t|t|tt|tt|tL"),
+        *([] if MODERN else ["--no-overlap-p2p-communication"]),
+        model=words,
+    )
+    equal(run, stock)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "stock_words", "more"),
     [
