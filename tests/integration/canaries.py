@@ -17,7 +17,7 @@ from typing import Any
 from megatron_memx.platforms import prepare_environment
 
 prepare_environment("cpu")
-ALARM_S = 5
+ALARM_S = 8
 _MEMORY_BYTES = 24 * 1024**3
 
 
