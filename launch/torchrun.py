@@ -191,7 +191,10 @@ def _show_measured(prepared: Any) -> None:
     )
     console = make_console()
     if measured is None:
-        console.print("MemX measured nothing: no rank finished a step")
+        console.print(
+            "MemX: too few steps to compare with the prediction (it takes four: the first two warm "
+            "up, and one tracks memory)"
+        )
         return
     show_measured(prepared.plan, measured, console)
 

@@ -110,6 +110,57 @@ def test_single_node_jobs_never_collide_on_a_port(tmp_path: Path) -> None:
     assert "29500" not in ports
 
 
+def two_nodes(tmp_path: Path, words: list[list[str]]) -> list[tuple[int, str]]:
+    """Run one launcher for each of two nodes of this host; return their codes and outputs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_memx.launch.torchrun", "--nnodes", "2"]
+            + ["--node-rank", str(index), "--master-addr", "127.0.0.1"]
+            + ["--master-port", str(port), "--nproc-per-node", "1", SCRIPT, *more],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "TEST_RECORD_DIR": str(tmp_path),
+                "MEMX_CACHE_DIR": str(tmp_path / f"cache{index}"),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, more in enumerate(words)
+    ]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+def test_words_reach_the_ranks_of_two_nodes_unchanged(tmp_path: Path) -> None:
+    """Field report 35, over more than one node."""
+    words = ["--memx-platform", "cpu", *NASTY]
+    for code, output in two_nodes(tmp_path, [words, words]):
+        assert code == 0, output
+    assert {rank: record["argv"] for rank, record in records(tmp_path).items()} == {
+        0: words,
+        1: words,
+    }
+
+
+def test_nodes_that_plan_differently_stop_before_anything_else(tmp_path: Path) -> None:
+    model = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"]
+    model += ["--seq-length", "128", "--vocab-size", "64", "--global-batch-size", "4"]
+    model += ["--memx-platform", "cpu", "--auto-parallel", "--memx-profile", "never"]
+    found = two_nodes(
+        tmp_path, [[*model, "--memx-memory-margin", margin] for margin in ("0.1", "0.2")]
+    )
+    for code, output in found:
+        assert code == 2, output
+        assert "the ranks run different plans" in output
+    assert records(tmp_path) == {}
+
+
 def started(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_memx.launch.torchrun"]
