@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import sys
 from functools import partial
 from typing import Any
 
 from megatron_memx.patches.registry import Context, Patch, Replacer, fired, resolve
 
 _SPECS = "megatron.core.models.hybrid.hybrid_layer_specs"
+_OLD_SPECS = "megatron.core.models.mamba.mamba_layer_specs"
 _BLOCK = "megatron.core.models.hybrid.hybrid_block"
 
 
@@ -71,10 +73,14 @@ def _apply(_context: Context, replacer: Replacer) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     specs, block = importlib.import_module(_SPECS), importlib.import_module(_BLOCK)
-    local = local_stack_spec(specs.hybrid_stack_spec)
-    for name in ("hybrid_stack_spec", "mamba_stack_spec"):
-        if hasattr(specs, name):
-            replacer.replace(specs, name, local)
+    original = specs.hybrid_stack_spec
+    local = local_stack_spec(original)
+    # Older modules hold the same specification under its old name.
+    importlib.import_module(_OLD_SPECS)
+    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
+        for name in ("hybrid_stack_spec", "mamba_stack_spec"):
+            if vars(module).get(name) is original:
+                replacer.replace(module, name, local)
 
     class FinalNorm:
         """Megatron's local norm, made as the stack makes Transformer Engine's."""
