@@ -7,6 +7,9 @@ from typing import Any
 
 from megatron_memx.errors import BadInputError, LegalityError
 
+# Far above any machine or batch: what is larger is a mistake, or a file made to hurt.
+MAX_SIZE = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
@@ -134,9 +137,11 @@ class ParallelSizes:
     def __post_init__(self) -> None:
         """Refuse sizes below one and a batch that does not divide."""
         for name, value in asdict(self).items():
-            if not isinstance(value, bool) and (not isinstance(value, int) or value < 1):
+            if isinstance(value, bool):
+                continue
+            if not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
                 raise BadInputError(
-                    f"{name} is {value!r}: must be a whole number of 1 or more",
+                    f"{name} is {value!r}: must be a whole number of 1 or more, {MAX_SIZE} at most",
                     flag="--" + name.replace("_", "-"),
                 )
         per_step = self.micro_batch_size * self.data_parallel_size

@@ -344,13 +344,15 @@ def _check(plan: Plan) -> None:
                 f"stage {index} has {len(stage.ranks)} ranks; tp x cp x dp = "
                 f"{sizes.ranks_per_stage}"
             )
-        if [chunk.virtual_stage for chunk in stage.chunks] != list(range(vpp)):
+        numbers = [chunk.virtual_stage for chunk in stage.chunks]
+        if len(numbers) != vpp or numbers != list(range(vpp)):
             raise BadInputError(
                 f"stage {index} has {len(stage.chunks)} chunks; virtual pipeline size is {vpp}"
             )
     if any(rank < 0 for rank in plan.rank_order):
         raise BadInputError(f"stage ranks {list(plan.rank_order)} must be 0 or more")
-    if sorted(plan.rank_order) != list(range(sizes.world_size)):
+    order = sorted(plan.rank_order)
+    if len(order) != sizes.world_size or order != list(range(sizes.world_size)):
         raise BadInputError(
             f"rank order {list(plan.rank_order)} is not a permutation of 0 to "
             f"{sizes.world_size - 1}"

@@ -53,7 +53,7 @@ def test_wrong_values_are_named(path: tuple[Any, ...], value: Any, text: str) ->
     assert text in error.value.message
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.sampled_from(places(PLAN)), st.sampled_from(WRONG), st.booleans())
 def test_a_spoiled_plan_is_refused_or_still_a_plan(
     path: tuple[Any, ...], value: Any, remove: bool
