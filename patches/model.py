@@ -50,6 +50,7 @@ def build(
     pre_process: bool = True,
     post_process: bool = True,
     mtp: bool = False,
+    vp_stage: int | None = None,
 ) -> Any:
     """Return a real ``GPTModel``.
 
@@ -58,12 +59,13 @@ def build(
         pre_process: Whether it starts with the embedding.
         post_process: Whether it ends with the output layer and the loss.
         mtp: Whether it has the multi-token-prediction layers of ``args``.
+        vp_stage: Which virtual stage it is; None without virtual stages.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     mtp_spec = None
-    if mtp and args.mtp_num_layers:
+    if mtp and post_process and args.mtp_num_layers:
         engine = args.transformer_impl == "transformer_engine"
         mtp_spec = specs.get_gpt_mtp_block_spec(
             config, layer_spec(args, config), use_transformer_engine=engine
@@ -81,6 +83,7 @@ def build(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         mtp_block_spec=mtp_spec,
+        vp_stage=vp_stage,
     )
 
 

@@ -9,8 +9,10 @@ from the allocator's rounding. Each operator costs some microseconds, so track f
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self.current_bytes = 0
         self.peak_bytes = 0
+        self._inside = False
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __enter__(self) -> StorageTracker:
@@ -56,6 +59,21 @@ class StorageTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Start a new peak at the bytes alive now."""
         self.peak_bytes = self.current_bytes
+
+    @staticmethod
+    @contextlib.contextmanager
+    def one_kernel() -> Iterator[None]:
+        """Count what is made inside only if it outlives the block, as of one fused kernel."""
+        tracker = _active
+        if tracker is None or tracker._inside:
+            yield
+            return
+        tracker._inside, before = True, tracker.peak_bytes
+        try:
+            yield
+        finally:
+            tracker._inside = False
+            tracker.peak_bytes = max(before, tracker.current_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count the storages of its results."""

@@ -1,0 +1,1 @@
+"""The memory oracle: the real Megatron stage under fake tensors, its live bytes counted."""
