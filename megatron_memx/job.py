@@ -291,6 +291,12 @@ def _model(read: _Reader, notes: list[str]) -> ModelShape:
         moe=_moe(read, ffn, layers),
         mla=_mla(read),
         hybrid=hybrid,
+        masked_softmax_fusion=not read.on("no_masked_softmax_fusion"),
+        attention_softmax_in_fp32=read.on("attention_softmax_in_fp32")
+        or read.on("apply_query_key_layer_scaling"),
+        activation_fusion=not read.on("no_bias_swiglu_fusion" if swiglu else "no_bias_gelu_fusion"),
+        rope_fusion=not read.on("no_rope_fusion"),
+        attention_mask_in_dataloader=not read.on("no_create_attention_mask_in_dataloader"),
     )
 
 

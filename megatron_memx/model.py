@@ -89,6 +89,11 @@ class ModelShape:
     moe: MoEShape | None = None
     mla: MLAShape | None = None
     hybrid: bool = False
+    masked_softmax_fusion: bool = True
+    attention_softmax_in_fp32: bool = False
+    activation_fusion: bool = True
+    rope_fusion: bool = True
+    attention_mask_in_dataloader: bool = True
 
     def __post_init__(self) -> None:
         """Refuse sizes that no GPT can have."""

@@ -7,9 +7,9 @@ MLPs and unfused or fused attention told apart); profiles correct them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, LAYER, MOE_LAYER, MTP, UnitKey
+from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, LAYER, MASK, MOE_LAYER, MTP, UnitKey
 from megatron_memx.model import ModelShape
 
 
@@ -57,10 +57,15 @@ _CHUNK_WORK = UnitWork(
 )
 
 
+_NO_WORK = replace(_CHUNK_WORK, operators=0)
+
+
 def unit_work(model: ModelShape, key: UnitKey, *, element_bytes: int) -> UnitWork:
     """Return the work of ``key`` for ``model`` with activations of ``element_bytes``."""
     if key.unit == CHUNK:
         return _CHUNK_WORK
+    if key.unit == MASK:
+        return _NO_WORK
     if key.unit == EMBEDDING:
         return _embedding(model, key, element_bytes)
     if key.unit == HEAD:

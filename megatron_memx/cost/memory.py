@@ -7,9 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_memx.cost.activations import Layer, angles_bytes, buffer_bytes, keeps_mask
 from megatron_memx.cost.compute import layer_unit
 from megatron_memx.cost.pipeline import held_states
-from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, MTP, StepCost, UnitKey, UnitProvider
+from megatron_memx.cost.units import (
+    CHUNK,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    MASK,
+    MOE_LAYER,
+    MTP,
+    StepCost,
+    UnitKey,
+    UnitProvider,
+)
 from megatron_memx.job import Job
 from megatron_memx.model import LayerParameters, ModelShape
 from megatron_memx.parallel import ParallelSizes, Recompute
@@ -129,11 +141,14 @@ def chunk_cost(
         modules = policy.modules if recompute == "selective" else ()
         one = key(unit, recompute, modules)
         counts[one] = counts.get(one, 0) + 1
+    masked = any(keeps_mask(job.model, one) for one in counts)
+    if masked and (chunk.embedding or chunk.loss):
+        counts[key(MASK)] = 1
     counts[key(CHUNK)] = 1
     if chunk.embedding:
         counts[key(EMBEDDING)] = 1
     if chunk.loss:
-        counts[key(HEAD)] = 1
+        counts[key(HEAD, "full" if masked else "none")] = 1
     if chunk.mtp_num_layers:
         counts[key(MTP)] = chunk.mtp_num_layers
     forward = backward = 0.0
@@ -146,7 +161,7 @@ def chunk_cost(
         forward += count * cost.forward_s
         backward += count * cost.backward_s
         kept, extra = float(count), cost.transient_bytes
-        if one.recompute == "full":
+        if one.recompute == "full" and one.unit in (LAYER, MOE_LAYER):
             # A group keeps one input and, in its backward pass, rebuilds all its layers at once.
             kept = math.ceil(count / group)
             extra += (group - 1) * provider.unit(key(one.unit)).saved_bytes
@@ -173,9 +188,41 @@ _PLACES = ("embedding", "recomputed layers", "other layers", "mtp", "head")
 NUM_PLACES = len(_PLACES)
 
 
+def _layer_key(job: Job, sizes: ParallelSizes) -> UnitKey:
+    return UnitKey(
+        kind="",
+        unit=LAYER,
+        tp=sizes.tensor_model_parallel_size,
+        cp=sizes.context_parallel_size,
+        micro_batch_size=sizes.micro_batch_size,
+        seq_length=job.model.seq_length // sizes.context_parallel_size,
+        sequence_parallel=sizes.sequence_parallel,
+    )
+
+
+def buffers(job: Job, sizes: ParallelSizes) -> int:
+    """Return bytes that a rank allocates once: Megatron's buffer and each chunk's angles."""
+    key = _layer_key(job, sizes)
+    angles = angles_bytes(job.model) * sizes.virtual_pipeline_model_parallel_size
+    return int(buffer_bytes(job.model, key, job.train.parameter_bytes) + angles)
+
+
+def boundary_tensors(pp: int, vpp: int, num_microbatches: int, rank: int) -> int:
+    """Return how many activations of a stage's border stand beside what its layers hold.
+
+    The gradient last sent lives until the next one is made. The interleaved schedule also receives
+    ahead; how much of that falls on the fullest moment was read off traces of it.
+    """
+    if vpp == 1:
+        return int(rank > 0 and num_microbatches > pp - rank)
+    if num_microbatches < 2 * pp:
+        return 0
+    return 3 if rank in (0, pp - 1) else 6
+
+
 def place_of(key: UnitKey) -> int:
     """Return a unit's place in the order of the forward pass, from 0."""
-    if key.unit in (CHUNK, EMBEDDING):
+    if key.unit in (CHUNK, EMBEDDING, MASK):
         return 0
     if key.unit in (MTP, HEAD):
         return 3 if key.unit == MTP else 4
@@ -214,7 +261,8 @@ def rank_memory(
     parameters = total * train.parameter_bytes
     gradients = total * train.gradient_bytes
     optimizer = int(updated * train.optimizer_bytes)
-    static = parameters + gradients + optimizer
+    once = buffers(job, sizes)
+    static = parameters + gradients + optimizer + once
     states = held_states(
         sizes.pipeline_model_parallel_size,
         sizes.virtual_pipeline_model_parallel_size,
@@ -225,7 +273,14 @@ def rank_memory(
         sum(count * cost.saved_bytes for count, cost in zip(state, costs, strict=True))
         for state in states
     )
-    transient = max(cost.transient_bytes for cost in costs)
+    border = boundary_tensors(
+        sizes.pipeline_model_parallel_size,
+        sizes.virtual_pipeline_model_parallel_size,
+        sizes.num_microbatches,
+        pipeline_rank,
+    )
+    hidden = Layer(job.model, _layer_key(job, sizes), train.parameter_bytes).hidden
+    transient = max(cost.transient_bytes for cost in costs) + border * hidden
     stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
     uncertain = activations + transient
     peak = static + max(uncertain, stepping)
@@ -235,6 +290,7 @@ def rank_memory(
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
+        "buffers": once,
         "activations": int(activations),
         "working": int(max(transient, stepping - activations)),
     }

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron_memx.cluster import Cluster, DeviceKind, Link
+from megatron_memx.cost.activations import footprint
 from megatron_memx.cost.communication import all_reduce_s
 from megatron_memx.cost.compute import UnitWork, unit_work
-from megatron_memx.cost.units import StepCost, UnitCost, UnitKey
+from megatron_memx.cost.units import MASK, StepCost, UnitCost, UnitKey
 from megatron_memx.job import Job
 
 # Shares of the peaks that training reaches where no efficiency was published, and the time that
@@ -41,12 +42,13 @@ class CatalogueProvider:
         kind = self._cluster.kinds[key.kind]
         work = self.work(key)
         forward, backward = self.times(kind, key, work)
+        memory = footprint(self._job.model, key, self._job.train.parameter_bytes)
         return UnitCost(
             forward_s=forward,
             backward_s=backward,
-            saved_bytes=work.linear_saved_bytes + work.quadratic_saved_bytes,
-            transient_bytes=work.working_bytes,
-            log_sigma=PRIOR_LOG_SIGMA,
+            saved_bytes=memory.saved_bytes,
+            transient_bytes=memory.transient_bytes,
+            log_sigma=0.0 if key.unit == MASK else PRIOR_LOG_SIGMA,
             memory_log_sigma=PRIOR_MEMORY_LOG_SIGMA,
         )
 
@@ -78,7 +80,8 @@ class CatalogueProvider:
             optimizer_s_per_parameter=_OPTIMIZER_MOVED_BYTES
             / (device.memory_bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY),
             optimizer_s=1e-3,
-            optimizer_bytes_per_parameter=0.0,
+            # Gradients kept in 16 bits are copied to 32 for the step.
+            optimizer_bytes_per_parameter=4.0 * (self._job.train.gradient_bytes < 4),
             optimizer_bytes=0.0,
             fixed_s=FIXED_S.get(device.platform, DEFAULT_FIXED_S),
         )

@@ -14,6 +14,8 @@ from typing import Protocol
 LAYER, MOE_LAYER, EMBEDDING, HEAD, MTP = "layer", "moe_layer", "embedding", "head", "mtp"
 # What a chunk costs whatever it holds: wrappers, masks, Python.
 CHUNK = "chunk"
+# The batch's attention mask, where a checkpoint keeps it.
+MASK = "mask"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -126,6 +126,22 @@ class FusedCausalSoftmax:
         return result
 
 
+class _RotaryFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.empty_like(grads[0])
+
+
+def fused_rotary(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """The fused rotary embedding: keeps the angles only, which all layers share."""
+    result: Tensor = _RotaryFunction.apply(x)
+    return result
+
+
 class _DropoutFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

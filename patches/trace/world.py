@@ -159,11 +159,9 @@ def install(patched: Patched, *, engine: bool, flash: bool, fused_rope: bool) ->
         buffer = type(parallel_state.get_global_memory_buffer())
         patched.set(buffer, "get_tensor", _fresh_tensor)
     if fused_rope:
-        from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.transformer import attention as attention_module
 
-        one = fused(rope_utils.apply_rotary_pos_emb)
-        patched.set(attention_module, "apply_rotary_pos_emb", one)
+        patched.set(attention_module, "apply_rotary_pos_emb", kernels.fused_rotary)
     patched.set(token_dispatcher, "maybe_move_tensor_to_cpu", _plain)
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     patched.set(dispatcher, "preprocess", _balanced(dispatcher.preprocess, token_dispatcher))

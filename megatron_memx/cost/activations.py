@@ -1,0 +1,487 @@
+"""Activations of each unit, tensor by tensor, as Megatron's modules keep and free them.
+
+A unit's passes are written down as what each operator allocates and frees, in the order of the
+forward and of the backward pass; the peak is what the ledger saw. The order is that of Megatron
+0.17 to 0.19 and, where Transformer Engine replaces a module, of its kernels. It is checked against
+the real modules under fake tensors by ``benchmarks/memory.py`` and by the integration tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, LAYER, MASK, MOE_LAYER, MTP, UnitKey
+from megatron_memx.model import ModelShape
+
+_INDEX = 8  # bytes of a token's number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes of one unit for one micro-batch.
+
+    Args:
+        saved_bytes: Held from the end of its forward to its backward pass.
+        forward_bytes: Most bytes above the level before its forward pass.
+        backward_bytes: Most bytes above the level at which its backward pass begins, the gradient
+            that it gets included.
+    """
+
+    saved_bytes: float
+    forward_bytes: float
+    backward_bytes: float
+
+    @property
+    def transient_bytes(self) -> float:
+        """Most bytes above what is saved, in either pass."""
+        return max(self.forward_bytes - self.saved_bytes, self.backward_bytes)
+
+
+class Ledger:
+    """Bytes that are allocated now, and the most that ever were."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.peak = 0.0
+
+    def add(self, *sizes: float) -> None:
+        """Allocate."""
+        self.now += sum(sizes)
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, *sizes: float) -> None:
+        """Free."""
+        self.now -= sum(sizes)
+
+    def swap(self, new: float, *old: float) -> None:
+        """Allocate a result, then free what it was made of."""
+        self.add(new)
+        self.drop(*old)
+
+
+@lru_cache(maxsize=65536)
+def footprint(
+    model: ModelShape, key: UnitKey, element_bytes: int
+) -> Footprint:
+    """Return the bytes of ``key`` for ``model`` with activations of ``element_bytes``."""
+    if key.unit == CHUNK:
+        return Footprint(saved_bytes=0.0, forward_bytes=0.0, backward_bytes=0.0)
+    if key.unit == MASK:
+        mask = float(key.micro_batch_size * key.seq_length**2 * key.cp)
+        return Footprint(saved_bytes=mask, forward_bytes=mask, backward_bytes=0.0)
+    if key.unit == EMBEDDING:
+        return _embedding(model, key, element_bytes)
+    if key.unit == HEAD:
+        return _head(model, key, element_bytes)
+    layer = Layer(model, key, element_bytes)
+    if key.unit == MTP:
+        return _mtp(model, key, element_bytes, layer)
+    return layer.footprint()
+
+
+class Layer:
+    """Sizes and passes of one transformer layer on one rank."""
+
+    def __init__(self, model: ModelShape, key: UnitKey, element: int) -> None:
+        self.model, self.key, self.element = model, key, element
+        b, s, tp = key.micro_batch_size, key.seq_length, key.tp
+        self.tokens = tokens = b * s
+        h = model.hidden_size
+        rows = tokens / (tp if key.sequence_parallel else 1)
+        self.hidden = rows * h * element
+        self.gathered = tokens * h * element if key.sequence_parallel else 0.0
+        # Megatron's own layers gather into a buffer that is never freed.
+        self.fresh_gathered = self.gathered * (model.transformer_impl != "local")
+        self.whole = tokens * h * element
+        self.statistics = rows * (4 if model.normalization == "RMSNorm" else 8)
+        self.dropout_mask = rows * h * (model.hidden_dropout > 0)
+        heads = model.num_attention_heads / tp
+        groups = max(model.num_query_groups / tp, 1.0)
+        self.grouped = model.num_attention_heads > model.num_query_groups and heads > groups
+        self.query = tokens * heads * model.kv_channels * element
+        self.key_value = tokens * groups * model.kv_channels * element
+        self.rows_sum = b * heads * s * 4
+        self.scores = b * heads * s * (s * key.cp) * element
+        self.rotary = model.position_embedding_type in ("rope", "yarn", "mrope")
+        self.angles = 0.0
+        if self.rotary and not model.rope_fusion:
+            self.angles = 4.0 * s * model.kv_channels * element
+
+    # Forward: what each part keeps.
+
+    def norm_saved(self) -> float:
+        """A norm keeps its input and its statistics."""
+        return self.hidden + self.statistics
+
+    @property
+    def projected(self) -> float:
+        """Queries, keys and values in one tensor, as the projection makes them."""
+        return self.query + 2 * self.key_value
+
+    def attention_inputs(self) -> float:
+        """What queries, keys and values keep alive outside the attention itself."""
+        if self.rotary:
+            # Rotated queries and keys are new; the values are a view of the projection.
+            return self.query + self.key_value + self.projected
+        # Grouped queries are copied out of the projection.
+        return self.projected + self.query * self.grouped
+
+    def core_saved(self) -> float:
+        """What the attention keeps, its inputs and output included."""
+        if self.model.flash_attention:
+            copied = self.key.micro_batch_size > 1
+            return self.projected + self.query + self.rows_sum + self.query * copied
+        expanded = self.query if self.grouped else self.key_value
+        if self.model.transformer_impl == "local" and not self.grouped:
+            inputs = self.attention_inputs()
+        else:
+            inputs = self.query + 2 * expanded
+        return inputs + self.score_saved() + self.query
+
+    def score_saved(self) -> float:
+        """Score-sized tensors that unfused attention keeps."""
+        saved = self.scores * self.softmax_width
+        if self.model.attention_dropout > 0:
+            saved += self.scores / self.element + self.scores
+        elif self.softmax_width > 1:
+            saved += self.scores  # back in the model's type
+        if not (self.fused_softmax or self.model.attention_mask_in_dataloader):
+            saved += self.key.seq_length**2  # each layer makes the causal mask itself
+        return saved
+
+    @property
+    def fused_softmax(self) -> bool:
+        """Whether Megatron's fused softmax takes these shapes."""
+        s, b = self.key.seq_length, self.key.micro_batch_size
+        rows = b * self.model.num_attention_heads // self.key.tp
+        return (
+            self.model.masked_softmax_fusion
+            and self.element == 2
+            and 16 < s <= 4096
+            and s % 4 == 0
+            and rows % 4 == 0
+        )
+
+    @property
+    def softmax_width(self) -> float:
+        """Bytes of a kept probability over the model's bytes of an element."""
+        wide = self.model.attention_softmax_in_fp32 and not self.fused_softmax
+        return 4 / self.element if wide else 1.0
+
+    def mlp_sizes(self) -> tuple[float, float]:
+        """Return bytes of the first product's output and of the activation's."""
+        ffn = self.tokens * self.model.ffn_hidden_size / self.key.tp * self.element
+        return ffn * (2 if self.model.swiglu else 1), ffn
+
+    def activation_saved(self) -> float:
+        """What the activation function keeps beside its input."""
+        _, out = self.mlp_sizes()
+        return out if self.model.swiglu and not self.model.activation_fusion else 0.0
+
+    def footprint(self) -> Footprint:
+        """Return the layer's bytes under its recompute class."""
+        both = self.attention_saved() + self.mlp_saved()
+        modules = self.key.modules if self.key.recompute == "selective" else ()
+        forward, ledger = Ledger(), Ledger()
+        self.attention_forward(forward)
+        self.mlp_forward(forward)
+        full = self.key.recompute == "full"
+        saved = self.hidden if full else both - self.recomputed(modules)
+        ledger.add(self.hidden)  # the gradient from behind
+        if full:
+            # The forward pass runs again on the input that was kept, and its output is held.
+            ledger.add(forward.peak - self.hidden)
+            ledger.drop(forward.peak - both)
+            ledger.add(self.hidden)
+        self.mlp_backward(ledger, modules)
+        self.attention_backward(ledger, modules)
+        return Footprint(
+            saved_bytes=saved,
+            forward_bytes=forward.peak - (both - saved) * (not full),
+            backward_bytes=ledger.peak,
+        )
+
+    def attention_saved(self) -> float:
+        """Norm, projection, attention, output projection and residual."""
+        return (
+            self.norm_saved()
+            + self.hidden
+            + self.angles
+            + self.core_saved()
+            + self.dropout_mask
+        )
+
+    def mlp_saved(self) -> float:
+        """Norm, two products, activation and residual."""
+        wide, out = self.mlp_sizes()
+        return (
+            self.norm_saved()
+            + self.hidden
+            + wide
+            + self.activation_saved()
+            + out
+            + self.dropout_mask
+        )
+
+    def recomputed(self, modules: tuple[str, ...]) -> float:
+        """Bytes that selective recomputation of ``modules`` does not keep."""
+        freed = 0.0
+        if "core_attn" in modules:
+            freed += self.core_saved() - self.query - self.attention_inputs()
+        if "mlp" in modules:
+            wide, out = self.mlp_sizes()
+            freed += wide + out + self.activation_saved()
+        if "layernorm" in modules:
+            freed += 2 * self.hidden
+        return freed
+
+    # Passes: what each operator allocates and frees.
+
+    def attention_forward(self, ledger: Ledger) -> None:
+        """Run the forward pass of norm and attention on ``ledger``."""
+        ledger.add(self.norm_saved(), self.hidden, self.angles)
+        ledger.add(self.fresh_gathered, self.projected)
+        if self.model.add_bias_linear or self.model.add_qkv_bias:
+            ledger.swap(self.projected, self.projected)
+        ledger.drop(self.fresh_gathered)
+        inputs = self.attention_inputs()
+        ledger.add(inputs - self.projected)
+        if self.model.flash_attention:
+            ledger.add(self.core_saved())
+            ledger.drop(inputs)
+        else:
+            self._unfused_forward(ledger, inputs)
+        self._row_forward(ledger)
+
+    def mlp_forward(self, ledger: Ledger) -> None:
+        """Run the forward pass of norm and MLP on ``ledger``."""
+        wide, out = self.mlp_sizes()
+        ledger.add(self.norm_saved() - self.hidden, self.hidden)
+        ledger.add(self.fresh_gathered, wide)
+        ledger.drop(self.fresh_gathered)
+        if self.model.add_bias_linear and not self.model.activation_fusion:
+            ledger.swap(wide, wide)
+        ledger.add(out, self.activation_saved())
+        self._row_forward(ledger)
+
+    def _row_forward(self, ledger: Ledger) -> None:
+        """Product, reduction, bias, dropout and residual; the sum is the next norm's input."""
+        ledger.add(self.whole)
+        if self.key.sequence_parallel:
+            ledger.swap(self.hidden, self.whole)
+        if self.model.hidden_dropout > 0:
+            ledger.add(self.hidden, self.dropout_mask)
+        ledger.swap(self.hidden, self.hidden * (1 + (self.model.hidden_dropout > 0)))
+
+    def _unfused_forward(self, ledger: Ledger, inputs: float) -> None:
+        scores, engine = self.scores, self.model.transformer_impl != "local"
+        kept = self.core_saved() - self.score_saved() - self.query
+        ledger.add(kept - (inputs if kept == inputs else 0.0))
+        temporary = scores * (1 + engine)  # the product, and where it was to be added to
+        ledger.add(temporary)
+        wide = scores * self.softmax_width
+        if self.softmax_width > 1:
+            ledger.add(2 * wide, scores)
+            ledger.drop(wide)
+        else:
+            ledger.add(wide)
+        if self.model.attention_dropout > 0:
+            ledger.add(scores / self.element, scores)
+            if self.softmax_width > 1:
+                ledger.drop(scores)
+        ledger.add(2 * self.query)
+        ledger.drop(self.query, temporary, 0.0 if kept == inputs else inputs)
+
+    def mlp_backward(self, ledger: Ledger, modules: tuple[str, ...]) -> None:
+        """Run the backward pass of norm and MLP on ``ledger``."""
+        wide, out = self.mlp_sizes()
+        model, h, tp, e = self.model, self.model.hidden_size, self.key.tp, self.element
+        first = h * model.ffn_hidden_size * (2 if model.swiglu else 1) / tp * e
+        second = model.ffn_hidden_size * h / tp * e
+        if "mlp" in modules:
+            ledger.add(wide + out + self.activation_saved() + self.hidden)
+        gradient = self._through_dropout(ledger)
+        ledger.add(out)
+        ledger.swap(second, second, out, gradient)
+        ledger.swap(wide, out, wide, self.activation_saved())
+        self._column_backward(ledger, wide, first)
+        self._norm_backward(ledger)
+
+    def attention_backward(self, ledger: Ledger, modules: tuple[str, ...]) -> None:
+        """Run the backward pass of norm and attention on ``ledger``."""
+        model, h, tp, e = self.model, self.model.hidden_size, self.key.tp, self.element
+        heads = model.num_attention_heads * model.kv_channels / tp
+        groups = max(model.num_query_groups / tp, 1.0) * model.kv_channels
+        gradient = self._through_dropout(ledger)
+        ledger.add(self.query)
+        ledger.swap(heads * h * e, heads * h * e, gradient)
+        if model.flash_attention:
+            ledger.add(self.query * 4 / e, self.rows_sum, self.projected)
+            ledger.drop(self.query * 4 / e, self.rows_sum, self.query)
+            ledger.drop(self.core_saved())
+        else:
+            if "core_attn" in modules:
+                ledger.add(self.core_saved() - self.attention_inputs())
+            self._unfused_backward(ledger)
+        ledger.swap(self.projected, self.projected)
+        ledger.drop(self.angles)
+        self._column_backward(ledger, self.projected, h * (heads + 2 * groups) * e)
+        self._norm_backward(ledger)
+
+    def _through_dropout(self, ledger: Ledger) -> float:
+        """Pass the gradient through dropout and, under sequence parallelism, gather it."""
+        size = 0.0
+        if self.model.hidden_dropout > 0:
+            size = self.hidden
+            ledger.add(size)
+        if self.key.sequence_parallel:
+            ledger.swap(self.gathered, size)
+            size = self.gathered
+        return size
+
+    def _column_backward(self, ledger: Ledger, gradient: float, weight: float) -> None:
+        """Input gradient, weight gradient; what the product kept is freed."""
+        ledger.add(self.fresh_gathered, self.whole)
+        if self.key.sequence_parallel:
+            ledger.add(self.hidden)
+        ledger.add(weight)
+        ledger.drop(weight, gradient, self.hidden, self.fresh_gathered, self.whole)
+        if not self.key.sequence_parallel:
+            ledger.add(self.whole)
+
+    def _norm_backward(self, ledger: Ledger) -> None:
+        """Norm, then the sum with the residual's gradient."""
+        ledger.swap(self.hidden, self.hidden, self.norm_saved())
+        ledger.swap(self.hidden, self.hidden, self.hidden, self.dropout_mask)
+
+    def _unfused_backward(self, ledger: Ledger) -> None:
+        """From the context's gradient, of the size of the queries, to that of the projection."""
+        expanded = self.query if self.grouped else self.key_value
+        scores, wide = self.scores, self.scores * self.softmax_width
+        dropout = self.model.attention_dropout > 0
+        ledger.add(scores, expanded)
+        ledger.drop(self.query)
+        if dropout or self.softmax_width > 1:
+            ledger.drop(scores)  # what the product with the values kept
+        if dropout:
+            ledger.swap(scores, scores, scores / self.element)
+        if self.softmax_width > 1:
+            ledger.swap(wide, scores)
+        if self.fused_softmax:
+            ledger.drop(scores)
+        elif self.softmax_width > 1:
+            ledger.swap(wide, wide, wide)
+            ledger.swap(wide, wide)
+            ledger.swap(scores, wide)
+        else:
+            ledger.swap(wide, wide, wide)
+            # The mask was filled into a view: its gradient is copied twice over.
+            ledger.add(3 * wide)
+            ledger.drop(3 * wide)
+        ledger.add(2 * self.query)
+        ledger.drop(self.query)
+        ledger.add(2 * expanded)
+        ledger.drop(expanded, scores)
+        ledger.drop(self.core_saved() - self.score_saved())
+        if self.grouped:
+            ledger.swap(self.key_value, expanded)
+            ledger.swap(self.key_value, expanded)
+
+
+def _embedding(model: ModelShape, key: UnitKey, element: int) -> Footprint:
+    tokens = key.micro_batch_size * key.seq_length
+    rows = tokens / (key.tp if key.sequence_parallel else 1)
+    whole, hidden = tokens * model.hidden_size * element, rows * model.hidden_size * element
+    learned = model.position_embedding_type == "learned_absolute"
+    saved = _INDEX * tokens * (1 + learned) + rows * model.hidden_size * (model.hidden_dropout > 0)
+    if key.tp > 1:
+        saved += tokens
+    table = model.padded_vocab_size(key.tp) // key.tp * model.hidden_size * element
+    backward = Ledger()
+    backward.add(hidden)
+    if model.hidden_dropout > 0:
+        backward.swap(hidden, hidden)
+    if key.sequence_parallel:
+        backward.swap(whole, hidden)
+    backward.add(table)
+    return Footprint(
+        saved_bytes=float(saved),
+        forward_bytes=saved + 3 * whole,
+        backward_bytes=backward.peak,
+    )
+
+
+def _head(model: ModelShape, key: UnitKey, element: int) -> Footprint:
+    """Head and loss; with ``recompute`` other than none, layers keep the batch's mask already."""
+    tokens = key.micro_batch_size * key.seq_length
+    rows = tokens / (key.tp if key.sequence_parallel else 1)
+    hidden = rows * model.hidden_size * element
+    whole = tokens * model.hidden_size * element
+    fresh = key.sequence_parallel and model.transformer_impl != "local"
+    gathered = whole if fresh else 0.0
+    statistics = rows * (4 if model.normalization == "RMSNorm" else 8)
+    vocab = model.padded_vocab_size(key.tp) // key.tp
+    logits, wide = tokens * vocab * element, tokens * vocab * 4.0
+    small = tokens * (1 + _INDEX + 4)  # target mask, targets, loss
+    saved = 2 * hidden + statistics + wide + small
+    batch = tokens * (3 * _INDEX + 4.0)
+    if model.attention_mask_in_dataloader and key.recompute == "none":
+        batch += tokens * key.seq_length * key.cp
+    single = element == 4  # the loss then works on the logits themselves
+    forward = 2 * hidden + statistics + batch + small + wide + logits * (not single)
+    weight = vocab * model.hidden_size * element
+    backward = Ledger()
+    if not single:
+        backward.add(logits)
+        backward.drop(wide)
+    backward.add(gathered, whole)
+    if key.sequence_parallel:
+        backward.add(hidden)
+    backward.add(weight)
+    return Footprint(
+        saved_bytes=saved,
+        forward_bytes=max(forward, saved + batch),
+        backward_bytes=backward.peak,
+    )
+
+
+def _mtp(model: ModelShape, key: UnitKey, element: int, layer: Layer) -> Footprint:
+    inner, head = layer.footprint(), _head(model, key, element)
+    joined = 4 * layer.hidden + 2 * layer.statistics
+    saved = inner.saved_bytes + joined + head.saved_bytes
+    return Footprint(
+        saved_bytes=saved,
+        forward_bytes=saved + head.forward_bytes - head.saved_bytes,
+        backward_bytes=max(head.backward_bytes, inner.backward_bytes),
+    )
+
+
+def buffer_bytes(model: ModelShape, key: UnitKey, element_bytes: int) -> float:
+    """Return the bytes of Megatron's global memory buffer, which grows once and is never freed.
+
+    Its own layers put attention scores and gathered sequences there; Transformer Engine's do not.
+    """
+    if model.transformer_impl != "local":
+        return 0.0
+    layer = Layer(model, key, element_bytes)
+    return max(layer.scores, layer.gathered)
+
+
+def angles_bytes(model: ModelShape) -> float:
+    """Return the bytes of the rotary embedding's angles, which all layers of a chunk share."""
+    if model.position_embedding_type not in ("rope", "yarn", "mrope"):
+        return 0.0
+    return 4.0 * model.seq_length * model.kv_channels
+
+
+def keeps_mask(model: ModelShape, key: UnitKey) -> bool:
+    """Whether a layer under ``key`` keeps the batch's attention mask, where the stage has one.
+
+    Checkpoints keep their inputs, and unfused softmax the mask that it filled by.
+    """
+    if not model.attention_mask_in_dataloader or key.unit not in (LAYER, MOE_LAYER):
+        return False
+    if key.recompute == "full" or "core_attn" in key.modules:
+        return True
+    return not (model.flash_attention or Layer(model, key, 2).fused_softmax)
