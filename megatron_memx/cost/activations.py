@@ -177,7 +177,8 @@ class Layer:
     def activation_saved(self) -> float:
         """What the activation function keeps beside its input."""
         _, out = self.mlp_sizes()
-        return out if self.model.swiglu and not self.model.activation_fusion else 0.0
+        unfused = self.model.swiglu and not self.model.activation_fusion
+        return 2 * out if unfused else 0.0  # the gate's activation, and the other half
 
     def footprint(self) -> Footprint:
         """Return the layer's bytes under its recompute class."""
@@ -198,7 +199,8 @@ class Layer:
         self.attention_backward(ledger, modules)
         return Footprint(
             saved_bytes=saved,
-            forward_bytes=forward.peak - (both - saved) * (not full),
+            # Beside it stand the gradients that the last backward pass got and gave.
+            forward_bytes=forward.peak + 2 * self.hidden - (both - saved) * (not full),
             backward_bytes=ledger.peak,
         )
 
@@ -466,6 +468,16 @@ def buffer_bytes(model: ModelShape, key: UnitKey, element_bytes: int) -> float:
         return 0.0
     layer = Layer(model, key, element_bytes)
     return max(layer.scores, layer.gathered)
+
+
+def tied_gradient_bytes(model: ModelShape, tp: int, element_bytes: int) -> float:
+    """Return the bytes of the output layer's weight gradient where the embedding shares it.
+
+    On one stage it waits, through all layers' backward passes, for the embedding's.
+    """
+    if model.untie_embeddings_and_output_weights:
+        return 0.0
+    return float(model.output_parameters(tp) * element_bytes)
 
 
 def angles_bytes(model: ModelShape) -> float:

@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_memx.cost.activations import Layer, angles_bytes, buffer_bytes, keeps_mask
+from megatron_memx.cost.activations import (
+    Layer,
+    angles_bytes,
+    buffer_bytes,
+    keeps_mask,
+    tied_gradient_bytes,
+)
 from megatron_memx.cost.compute import layer_unit
-from megatron_memx.cost.pipeline import held_states
+from megatron_memx.cost.pipeline import full_moments
 from megatron_memx.cost.units import (
     CHUNK,
     EMBEDDING,
@@ -170,6 +176,9 @@ def chunk_cost(
         transient[place] = max(transient[place], extra)
         sigma = max(sigma, cost.log_sigma)
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
+    if chunk.embedding and chunk.loss:
+        tied = tied_gradient_bytes(job.model, sizes.tensor_model_parallel_size, job.train.parameter_bytes)
+        transient = [value + tied * (place < HEAD_PLACE) for place, value in enumerate(transient)]
     return ChunkCost(
         forward_s=forward,
         backward_s=backward,
@@ -186,6 +195,7 @@ def chunk_cost(
 # given its activations back, so that its working memory does not add to theirs.
 _PLACES = ("embedding", "recomputed layers", "other layers", "mtp", "head")
 NUM_PLACES = len(_PLACES)
+HEAD_PLACE = NUM_PLACES - 1
 
 
 def _layer_key(job: Job, sizes: ParallelSizes) -> UnitKey:
@@ -225,7 +235,7 @@ def place_of(key: UnitKey) -> int:
     if key.unit in (CHUNK, EMBEDDING, MASK):
         return 0
     if key.unit in (MTP, HEAD):
-        return 3 if key.unit == MTP else 4
+        return 3 if key.unit == MTP else HEAD_PLACE
     return 1 if key.recompute == "full" else 2
 
 
@@ -263,15 +273,21 @@ def rank_memory(
     optimizer = int(updated * train.optimizer_bytes)
     once = buffers(job, sizes)
     static = parameters + gradients + optimizer + once
-    states = held_states(
+    moments = full_moments(
         sizes.pipeline_model_parallel_size,
         sizes.virtual_pipeline_model_parallel_size,
         sizes.num_microbatches,
         pipeline_rank,
     )
-    activations = max(
-        sum(count * cost.saved_bytes for count, cost in zip(state, costs, strict=True))
-        for state in states
+    activations, transient = max(
+        (
+            (
+                sum(count * cost.saved_bytes for count, cost in zip(state, costs, strict=True)),
+                costs[chunk].transient_bytes,
+            )
+            for state, chunk in moments
+        ),
+        key=sum,
     )
     border = boundary_tensors(
         sizes.pipeline_model_parallel_size,
@@ -280,7 +296,7 @@ def rank_memory(
         pipeline_rank,
     )
     hidden = Layer(job.model, _layer_key(job, sizes), train.parameter_bytes).hidden
-    transient = max(cost.transient_bytes for cost in costs) + border * hidden
+    transient += border * hidden
     stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
     uncertain = activations + transient
     peak = static + max(uncertain, stepping)

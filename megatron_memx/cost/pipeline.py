@@ -57,20 +57,33 @@ def order(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[in
 
 
 @lru_cache(maxsize=4096)
-def held_states(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return every maximal state of micro-batches held by each chunk during an iteration."""
+def full_moments(
+    pp: int, vpp: int, num_microbatches: int, rank: int
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Return every moment at which a rank may hold most.
+
+    A moment is the micro-batches that each chunk holds, and the chunk whose forward pass has just
+    filled it or whose backward pass is about to begin. Moments that another one covers are left
+    out.
+    """
     held = [0] * vpp
-    states: set[tuple[int, ...]] = set()
+    moments: set[tuple[tuple[int, ...], int]] = set()
     for kind, _, chunk in order(pp, vpp, num_microbatches, rank):
-        held[chunk] += 1 if kind == FORWARD else -1
-        states.add(tuple(held))
+        if kind == FORWARD:
+            held[chunk] += 1
+            moments.add((tuple(held), chunk))
+        else:
+            moments.add((tuple(held), chunk))
+            held[chunk] -= 1
     return tuple(
         sorted(
-            state
-            for state in states
+            (state, chunk)
+            for state, chunk in moments
             if not any(
-                other != state and all(o >= s for o, s in zip(other, state, strict=True))
-                for other in states
+                same == chunk
+                and other != state
+                and all(o >= s for o, s in zip(other, state, strict=True))
+                for other, same in moments
             )
         )
     )
