@@ -8,10 +8,11 @@ the real modules under fake tensors by ``benchmarks/memory.py`` and by the integ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, LAYER, MASK, MOE_LAYER, MTP, UnitKey
+from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, MASK, MTP, UnitKey
 from megatron_memx.model import ModelShape
 
 _INDEX = 8  # bytes of a token's number
@@ -68,8 +69,7 @@ def footprint(
     if key.unit == CHUNK:
         return Footprint(saved_bytes=0.0, forward_bytes=0.0, backward_bytes=0.0)
     if key.unit == MASK:
-        mask = float(key.micro_batch_size * key.seq_length**2 * key.cp)
-        return Footprint(saved_bytes=mask, forward_bytes=mask, backward_bytes=0.0)
+        return _mask(model, key, element_bytes)
     if key.unit == EMBEDDING:
         return _embedding(model, key, element_bytes)
     if key.unit == HEAD:
@@ -146,8 +146,6 @@ class Layer:
             saved += self.scores / self.element + self.scores
         elif self.softmax_width > 1:
             saved += self.scores  # back in the model's type
-        if not (self.fused_softmax or self.model.attention_mask_in_dataloader):
-            saved += self.key.seq_length**2  # each layer makes the causal mask itself
         return saved
 
     @property
@@ -185,22 +183,21 @@ class Layer:
         both = self.attention_saved() + self.mlp_saved()
         modules = self.key.modules if self.key.recompute == "selective" else ()
         forward, ledger = Ledger(), Ledger()
-        self.attention_forward(forward)
-        self.mlp_forward(forward)
+        self.attention_forward(forward, modules)
+        self.mlp_forward(forward, modules)
         full = self.key.recompute == "full"
         saved = self.hidden if full else both - self.recomputed(modules)
         ledger.add(self.hidden)  # the gradient from behind
         if full:
             # The forward pass runs again on the input that was kept, and its output is held.
             ledger.add(forward.peak - self.hidden)
-            ledger.drop(forward.peak - both)
-            ledger.add(self.hidden)
+            ledger.drop(forward.peak - both - self.hidden)
         self.mlp_backward(ledger, modules)
         self.attention_backward(ledger, modules)
         return Footprint(
             saved_bytes=saved,
             # Beside it stand the gradients that the last backward pass got and gave.
-            forward_bytes=forward.peak + 2 * self.hidden - (both - saved) * (not full),
+            forward_bytes=(saved if full else forward.peak) + 2 * self.hidden,
             backward_bytes=ledger.peak,
         )
 
@@ -240,7 +237,7 @@ class Layer:
 
     # Passes: what each operator allocates and frees.
 
-    def attention_forward(self, ledger: Ledger) -> None:
+    def attention_forward(self, ledger: Ledger, modules: tuple[str, ...]) -> None:
         """Run the forward pass of norm and attention on ``ledger``."""
         ledger.add(self.norm_saved(), self.hidden, self.angles)
         ledger.add(self.fresh_gathered, self.projected)
@@ -254,9 +251,13 @@ class Layer:
             ledger.drop(inputs)
         else:
             self._unfused_forward(ledger, inputs)
+        if "core_attn" in modules:
+            ledger.drop(self.core_saved() - self.query - inputs)
         self._row_forward(ledger)
+        if "layernorm" in modules:
+            ledger.drop(self.hidden)
 
-    def mlp_forward(self, ledger: Ledger) -> None:
+    def mlp_forward(self, ledger: Ledger, modules: tuple[str, ...]) -> None:
         """Run the forward pass of norm and MLP on ``ledger``."""
         wide, out = self.mlp_sizes()
         ledger.add(self.norm_saved() - self.hidden, self.hidden)
@@ -266,6 +267,10 @@ class Layer:
             ledger.swap(wide, wide)
         ledger.add(out, self.activation_saved())
         self._row_forward(ledger)
+        if "mlp" in modules:
+            ledger.drop(wide, out, self.activation_saved())
+        if "layernorm" in modules:
+            ledger.drop(self.hidden)
 
     def _row_forward(self, ledger: Ledger) -> None:
         """Product, reduction, bias, dropout and residual; the sum is the next norm's input."""
@@ -487,13 +492,49 @@ def angles_bytes(model: ModelShape) -> float:
     return 4.0 * model.seq_length * model.kv_channels
 
 
+def _mask(model: ModelShape, key: UnitKey, element: int) -> Footprint:
+    """The attention mask: the batch's (kept by a checkpoint or not), or one that a layer makes."""
+    if key.recompute == "selective":
+        own = float(key.seq_length**2)
+        # Made in single precision, twice, before it is one byte.
+        return Footprint(saved_bytes=own, forward_bytes=9 * own, backward_bytes=0.0)
+    mask = float(key.micro_batch_size * key.seq_length**2 * key.cp)
+    if key.recompute == "full":
+        return Footprint(saved_bytes=mask, forward_bytes=mask, backward_bytes=0.0)
+    # No layer keeps it, but it lives until the forward pass has ended.
+    hidden = 2 * Layer(model, key, element).hidden
+    return Footprint(saved_bytes=0.0, forward_bytes=mask + hidden, backward_bytes=0.0)
+
+
+def mask_units(
+    model: ModelShape, layers: Mapping[UnitKey, int], edge: bool
+) -> tuple[str, dict[str, int]]:
+    """Return how a chunk holds masks: the head's class, and the MASK units by class.
+
+    Args:
+        layers: Layers of the chunk by key.
+        edge: Whether the chunk has the embedding or the loss, and with it the batch's mask.
+    """
+    if edge and model.attention_mask_in_dataloader:
+        kept = "full" if any(keeps_mask(model, one) for one in layers) else "none"
+        return kept, {kept: 1}
+    own = sum(
+        count
+        for one, count in layers.items()
+        if one.recompute != "full" and not _never_masked(model, one)
+    )
+    return "full", {"selective": own} if own else {}
+
+
+def _never_masked(model: ModelShape, key: UnitKey) -> bool:
+    return model.flash_attention or Layer(model, key, 2).fused_softmax
+
+
 def keeps_mask(model: ModelShape, key: UnitKey) -> bool:
     """Whether a layer under ``key`` keeps the batch's attention mask, where the stage has one.
 
     Checkpoints keep their inputs, and unfused softmax the mask that it filled by.
     """
-    if not model.attention_mask_in_dataloader or key.unit not in (LAYER, MOE_LAYER):
-        return False
     if key.recompute == "full" or "core_attn" in key.modules:
         return True
-    return not (model.flash_attention or Layer(model, key, 2).fused_softmax)
+    return not _never_masked(model, key)

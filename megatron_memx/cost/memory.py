@@ -11,7 +11,7 @@ from megatron_memx.cost.activations import (
     Layer,
     angles_bytes,
     buffer_bytes,
-    keeps_mask,
+    mask_units,
     tied_gradient_bytes,
 )
 from megatron_memx.cost.compute import layer_unit
@@ -147,14 +147,14 @@ def chunk_cost(
         modules = policy.modules if recompute == "selective" else ()
         one = key(unit, recompute, modules)
         counts[one] = counts.get(one, 0) + 1
-    masked = any(keeps_mask(job.model, one) for one in counts)
-    if masked and (chunk.embedding or chunk.loss):
-        counts[key(MASK)] = 1
+    kept, masks = mask_units(job.model, counts, chunk.embedding or chunk.loss)
+    for name, count in masks.items():
+        counts[key(MASK, name)] = count
     counts[key(CHUNK)] = 1
     if chunk.embedding:
         counts[key(EMBEDDING)] = 1
     if chunk.loss:
-        counts[key(HEAD, "full" if masked else "none")] = 1
+        counts[key(HEAD, kept)] = 1
     if chunk.mtp_num_layers:
         counts[key(MTP)] = chunk.mtp_num_layers
     forward = backward = 0.0
@@ -178,7 +178,9 @@ def chunk_cost(
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
     if chunk.embedding and chunk.loss:
         tied = tied_gradient_bytes(job.model, sizes.tensor_model_parallel_size, job.train.parameter_bytes)
-        transient = [value + tied * (place < HEAD_PLACE) for place, value in enumerate(transient)]
+        # Embedding: its own gradient and the sum of both stand beside it.
+        waiting = [2 * tied] + [tied] * (HEAD_PLACE - 1) + [0.0]
+        transient = [value + more for value, more in zip(transient, waiting, strict=True)]
     return ChunkCost(
         forward_s=forward,
         backward_s=backward,
@@ -232,7 +234,9 @@ def boundary_tensors(pp: int, vpp: int, num_microbatches: int, rank: int) -> int
 
 def place_of(key: UnitKey) -> int:
     """Return a unit's place in the order of the forward pass, from 0."""
-    if key.unit in (CHUNK, EMBEDDING, MASK):
+    if key.unit == MASK:
+        return {"none": HEAD_PLACE, "selective": 2, "full": 0}[key.recompute]
+    if key.unit in (CHUNK, EMBEDDING):
         return 0
     if key.unit in (MTP, HEAD):
         return 3 if key.unit == MTP else HEAD_PLACE
