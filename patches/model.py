@@ -22,14 +22,17 @@ def transformer_config(args: Any, *, num_layers: int | None = None, policy: Reco
     return config_with(core_transformer_config_from_args(changed), policy)
 
 
-def layer_spec(args: Any, config: Any) -> Any:
+def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> Any:
     """Return the layer specification that Megatron's own GPT builder chooses for ``args``."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     engine = args.transformer_impl == "transformer_engine"
     if args.num_experts:
         return specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=engine, normalization=args.normalization
+            config,
+            use_transformer_engine=engine,
+            normalization=args.normalization,
+            vp_stage=vp_stage,
         )
     common = {
         "num_experts": args.num_experts,
@@ -72,7 +75,7 @@ def build(
         )
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(args, config),
+        transformer_layer_spec=layer_spec(args, config, vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

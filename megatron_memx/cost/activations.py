@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, MASK, MTP, UnitKey
+from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, MASK, MOE_LAYER, MTP, UnitKey
 from megatron_memx.model import ModelShape
 
 _INDEX = 8  # bytes of a token's number
@@ -103,6 +103,11 @@ class Layer:
         self.key_value = tokens * groups * model.kv_channels * element
         self.rows_sum = b * heads * s * 4
         self.scores = b * heads * s * (s * key.cp) * element
+        moe = model.moe if key.unit in (MOE_LAYER, MTP) else None
+        self.moe = moe
+        # Balanced routing: each rank gets as many tokens as it sends; expert tensor parallelism
+        # gathers those of its group.
+        self.routed = rows * moe.router_topk * key.etp if moe else 0.0
         self.rotary = model.position_embedding_type in ("rope", "yarn", "mrope")
         self.angles = 0.0
         if self.rotary and not model.rope_fusion:
@@ -170,13 +175,44 @@ class Layer:
     def mlp_sizes(self) -> tuple[float, float]:
         """Return bytes of the first product's output and of the activation's."""
         ffn = self.tokens * self.model.ffn_hidden_size / self.key.tp * self.element
-        return ffn * (2 if self.model.swiglu else 1), ffn
+        if self.moe is not None:
+            ffn = self.routed * self.moe.ffn_hidden_size / self.key.etp * self.element
+        return ffn * self.halves, ffn
+
+    @property
+    def halves(self) -> int:
+        """2 where a gate stands beside the first product."""
+        return 2 if self.model.swiglu else 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes of the tokens that a rank sends to experts."""
+        return self.routed * self.model.hidden_size * self.element
+
+    def shared_saved(self) -> float:
+        """What a shared expert keeps: it is a dense MLP beside the routed ones."""
+        if self.moe is None or not self.moe.shared_expert_intermediate_size:
+            return 0.0
+        ffn = self.tokens * self.moe.shared_expert_intermediate_size / self.key.tp * self.element
+        unfused = self.model.swiglu and not self.model.activation_fusion
+        return ffn * (self.halves + 1 + 2 * unfused)
+
+    def router_saved(self) -> float:
+        """Scores, maps and orders of the router, and the shared expert's part."""
+        if self.moe is None:
+            return 0.0
+        rows = self.routed / (self.moe.router_topk * self.key.etp)
+        scores = rows * self.moe.num_experts * (2 * self.element + 8)
+        return scores + 16.0 * self.routed + self.shared_saved()
 
     def activation_saved(self) -> float:
         """What the activation function keeps beside its input."""
         _, out = self.mlp_sizes()
-        unfused = self.model.swiglu and not self.model.activation_fusion
-        return 2 * out if unfused else 0.0  # the gate's activation, and the other half
+        fused = self.model.swiglu and self.model.activation_fusion
+        saved = 2 * out if self.model.swiglu and not fused else 0.0
+        if self.moe is not None and not fused:
+            saved += out  # the product with the router's weights comes after it
+        return saved
 
     def footprint(self) -> Footprint:
         """Return the layer's bytes under its recompute class."""
@@ -217,6 +253,8 @@ class Layer:
         return (
             self.norm_saved()
             + self.hidden
+            + self.sent
+            + self.router_saved()
             + wide
             + self.activation_saved()
             + out
@@ -261,11 +299,15 @@ class Layer:
         """Run the forward pass of norm and MLP on ``ledger``."""
         wide, out = self.mlp_sizes()
         ledger.add(self.norm_saved() - self.hidden, self.hidden)
-        ledger.add(self.fresh_gathered, wide)
-        ledger.drop(self.fresh_gathered)
+        gathered = self.fresh_gathered if self.moe is None else 0.0
+        ledger.add(gathered, wide)
+        ledger.drop(gathered)
         if self.model.add_bias_linear and not self.model.activation_fusion:
             ledger.swap(wide, wide)
         ledger.add(out, self.activation_saved())
+        if self.moe is not None:
+            ledger.add(self.router_saved(), 3 * self.sent)
+            ledger.drop(2 * self.sent)
         self._row_forward(ledger)
         if "mlp" in modules:
             ledger.drop(wide, out, self.activation_saved())
@@ -302,6 +344,9 @@ class Layer:
 
     def mlp_backward(self, ledger: Ledger, modules: tuple[str, ...]) -> None:
         """Run the backward pass of norm and MLP on ``ledger``."""
+        if self.moe is not None:
+            self._experts_backward(ledger)
+            return
         wide, out = self.mlp_sizes()
         model, h, tp, e = self.model, self.model.hidden_size, self.key.tp, self.element
         first = h * model.ffn_hidden_size * (2 if model.swiglu else 1) / tp * e
@@ -313,6 +358,30 @@ class Layer:
         ledger.swap(second, second, out, gradient)
         ledger.swap(wide, out, wide, self.activation_saved())
         self._column_backward(ledger, wide, first)
+        self._norm_backward(ledger)
+
+    def _experts_backward(self, ledger: Ledger) -> None:
+        """Undo the combination, then each expert in turn, then the dispatch."""
+        moe, wide, out = self.moe, *self.mlp_sizes()
+        assert moe is not None
+        local = moe.num_experts / self.key.ep
+        each = self.model.hidden_size * moe.ffn_hidden_size / self.key.etp * self.element
+        gradient = self.hidden * (self.model.hidden_dropout > 0)
+        ledger.add(gradient)
+        ledger.add(self.sent)
+        ledger.swap(self.sent, self.sent)
+        # The experts' input gradients gather while what they kept is freed.
+        ledger.add(out / local, each)
+        ledger.drop(each)
+        ledger.add(wide / local)
+        ledger.add(self.sent / local, each * self.halves)
+        ledger.drop(out / local, wide / local, each * self.halves, self.sent / local)
+        ledger.add(self.sent)
+        ledger.drop(wide, out, self.activation_saved(), self.sent)
+        ledger.swap(self.sent, self.sent, self.sent)
+        ledger.swap(self.sent, self.sent)
+        ledger.swap(self.whole, self.sent)
+        ledger.drop(self.whole - self.hidden, gradient, self.router_saved(), self.hidden)
         self._norm_backward(ledger)
 
     def attention_backward(self, ledger: Ledger, modules: tuple[str, ...]) -> None:
