@@ -306,8 +306,9 @@ class Layer:
             ledger.swap(wide, wide)
         ledger.add(out, self.activation_saved())
         if self.moe is not None:
-            ledger.add(self.router_saved(), 3 * self.sent)
-            ledger.drop(2 * self.sent)
+            # Sent, received, sorted (kept), the experts' output, sorted back: all alive at once.
+            ledger.add(self.router_saved(), 5 * self.sent)
+            ledger.drop(4 * self.sent)
         self._row_forward(ledger)
         if "mlp" in modules:
             ledger.drop(wide, out, self.activation_saved())
@@ -590,13 +591,14 @@ def mask_units(
     own = sum(
         count
         for one, count in layers.items()
-        if one.recompute != "full" and not _never_masked(model, one)
+        if one.recompute != "full" and masks_itself(model, one)
     )
     return "full", {"selective": own} if own else {}
 
 
-def _never_masked(model: ModelShape, key: UnitKey) -> bool:
-    return model.flash_attention or Layer(model, key, 2).fused_softmax
+def masks_itself(model: ModelShape, key: UnitKey) -> bool:
+    """Whether a layer's softmax fills scores by a mask that it then keeps."""
+    return not (model.flash_attention or Layer(model, key, 2).fused_softmax)
 
 
 def keeps_mask(model: ModelShape, key: UnitKey) -> bool:
@@ -606,4 +608,4 @@ def keeps_mask(model: ModelShape, key: UnitKey) -> bool:
     """
     if key.recompute == "full" or "core_attn" in key.modules:
         return True
-    return not _never_masked(model, key)
+    return masks_itself(model, key)

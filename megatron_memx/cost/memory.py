@@ -178,8 +178,7 @@ def chunk_cost(
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
     if chunk.embedding and chunk.loss:
         tied = tied_gradient_bytes(job.model, sizes.tensor_model_parallel_size, job.train.parameter_bytes)
-        # Embedding: its own gradient and the sum of both stand beside it.
-        waiting = [2 * tied] + [tied] * (HEAD_PLACE - 1) + [0.0]
+        waiting = waiting_gradients(tied)
         transient = [value + more for value, more in zip(transient, waiting, strict=True)]
     return ChunkCost(
         forward_s=forward,
@@ -226,10 +225,30 @@ def boundary_tensors(pp: int, vpp: int, num_microbatches: int, rank: int) -> int
     ahead; how much of that falls on the fullest moment was read off traces of it.
     """
     if vpp == 1:
-        return int(rank > 0 and num_microbatches > pp - rank)
+        # On the last stage the activation received before still stands beside the loss's pass.
+        return int(rank > 0 and num_microbatches > pp - rank) * (2 if rank == pp - 1 else 1)
     if num_microbatches < 2 * pp:
         return 0
     return 3 if rank in (0, pp - 1) else 6
+
+
+def border_bytes(job: Job, sizes: ParallelSizes, rank: int) -> float:
+    """Return the bytes of :func:`boundary_tensors` of a pipeline rank."""
+    count = boundary_tensors(
+        sizes.pipeline_model_parallel_size,
+        sizes.virtual_pipeline_model_parallel_size,
+        sizes.num_microbatches,
+        rank,
+    )
+    return count * Layer(job.model, _layer_key(job, sizes), job.train.parameter_bytes).hidden
+
+
+def waiting_gradients(tied_bytes: float) -> tuple[float, ...]:
+    """Return, by place, what tied weights' gradients add where one stage has both of them.
+
+    The output layer's waits through all layers; at the embedding its own and the sum stand by it.
+    """
+    return (2 * tied_bytes, *[tied_bytes] * (NUM_PLACES - 2), 0.0)
 
 
 def place_of(key: UnitKey) -> int:
@@ -293,14 +312,7 @@ def rank_memory(
         ),
         key=sum,
     )
-    border = boundary_tensors(
-        sizes.pipeline_model_parallel_size,
-        sizes.virtual_pipeline_model_parallel_size,
-        sizes.num_microbatches,
-        pipeline_rank,
-    )
-    hidden = Layer(job.model, _layer_key(job, sizes), train.parameter_bytes).hidden
-    transient += border * hidden
+    transient += border_bytes(job, sizes, pipeline_rank)
     stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
     uncertain = activations + transient
     peak = static + max(uncertain, stepping)

@@ -21,7 +21,8 @@ from megatron_memx.cost.memory import (
     place_of,
     stage_parameters,
 )
-from megatron_memx.cost.pipeline import held_states
+from megatron_memx.cost.activations import masks_itself, tied_gradient_bytes
+from megatron_memx.cost.pipeline import full_moments
 from megatron_memx.cost.units import (
     CHUNK,
     EMBEDDING,
@@ -157,15 +158,21 @@ class Tables:
         sharded = sizes.use_distributed_optimizer
         updated = dense / dp + expert / expert_dp if sharded else dense + expert
         static = (dense + expert) * (train.parameter_bytes + train.gradient_bytes)
-        static = static + np.floor(updated * train.optimizer_bytes)
-        states = np.array(held_states(pp, vpp, sizes.num_microbatches, rank), dtype=float)
+        static = static + np.floor(updated * train.optimizer_bytes) + buffers(job, sizes)
         saved = np.stack([table.saved_bytes for table in tables])
-        activations = (states @ saved).max(axis=0)
-        transient = np.max([table.transient_bytes for table in tables], axis=0)
+        moments = full_moments(pp, vpp, sizes.num_microbatches, rank)
+        fullest = np.max(
+            [
+                np.array(state, dtype=float) @ saved + tables[chunk].transient_bytes
+                for state, chunk in moments
+            ],
+            axis=0,
+        )
+        border = border_bytes(job, sizes, rank)
         sigma = np.max([table.memory_log_sigma for table in tables], axis=0)
         step = self._provider.step(kind)
         stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
-        uncertain = np.maximum(activations + transient, stepping)
+        uncertain = np.maximum(fullest + border, stepping)
         peak = np.floor(static + uncertain)
         high = np.floor(static + uncertain * (1 + 2 * sigma))
         capacity = self._cluster.kinds[kind].capacity_bytes
@@ -235,6 +242,30 @@ class Tables:
         found: Index = before[np.minimum(first + layers, last)] - before[min(first, last)]
         return found
 
+    def _masks(
+        self,
+        key: Callable[..., UnitKey],
+        edge: bool,
+    ) -> dict[str, Array]:
+        """Return the MASK units of each row by class; see ``activations.mask_units``."""
+        rows = self.rows
+        size = len(rows.layers)
+        plain = np.zeros(size)
+        checkpointed = rows.leading > 0
+        for index, (name, modules) in enumerate(rows.classes):
+            if name == "full":
+                continue
+            rest = (rows.layers - rows.leading) * (rows.trailing_class == index)
+            if not rest.any():
+                continue
+            if masks_itself(self._job.model, key(LAYER, name, modules)):
+                plain = plain + rest
+            checkpointed = checkpointed | ((rest > 0) & ("core_attn" in modules))
+        if not (edge and self._job.model.attention_mask_in_dataloader):
+            return {"selective": plain}
+        kept = (checkpointed | (plain > 0)).astype(float)
+        return {"full": kept, "none": 1.0 - kept}
+
     def _chunk_table(
         self,
         shape: tuple[int, int, int, int, int, bool],
@@ -290,16 +321,30 @@ class Tables:
                 extra = np.where(count > 0, extra, 0.0)
                 transient[place] = np.maximum(transient[place], extra)
                 sigma = np.where(count > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
-        counted = [(CHUNK, 1)] + [(EMBEDDING, 1)] * embedding + [(HEAD, 1)] * loss
+        masks = self._masks(key, embedding or loss)
+        kept_mask = masks.get("full", np.ones(size))
+        counted: list[tuple[UnitKey, Array]] = [(key(CHUNK), np.ones(size))]
+        if embedding:
+            counted.append((key(EMBEDDING), np.ones(size)))
+        if loss:
+            counted += [(key(HEAD, "full"), kept_mask), (key(HEAD), 1.0 - kept_mask)]
         if loss and model.mtp_num_layers:
-            counted.append((MTP, model.mtp_num_layers))
-        for unit, times in counted:
-            one = key(unit)
+            counted.append((key(MTP), np.full(size, float(model.mtp_num_layers))))
+        counted += [(key(MASK, name), times) for name, times in masks.items()]
+        for one, times in counted:
+            if not times.any():
+                continue
             cost = self._provider.unit(one)
+            place = place_of(one)
             busy += times * (cost.forward_s + cost.backward_s)
-            saved[place_of(one)] += times * cost.saved_bytes
-            transient[place_of(one)] += cost.transient_bytes
-            sigma = np.maximum(sigma, cost.memory_log_sigma)
+            saved[place] += times * cost.saved_bytes
+            extra = np.where(times > 0, cost.transient_bytes, 0.0)
+            transient[place] = np.maximum(transient[place], extra)
+            sigma = np.where(times > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
+        if embedding and loss:
+            tied = tied_gradient_bytes(model, tp, self._job.train.parameter_bytes)
+            for place, more in enumerate(waiting_gradients(tied)):
+                transient[place] += more
         working = [
             transient[place] - np.sum(saved[place + 1 :], axis=0) for place in range(NUM_PLACES)
         ]
