@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_memx.cost.activations import (
-    Layer,
     angles_bytes,
     buffer_bytes,
     mask_units,
     tied_gradient_bytes,
 )
 from megatron_memx.cost.compute import layer_unit
+from megatron_memx.cost.layer import Layer
 from megatron_memx.cost.pipeline import full_moments
 from megatron_memx.cost.units import (
     CHUNK,
@@ -177,7 +177,9 @@ def chunk_cost(
         sigma = max(sigma, cost.log_sigma)
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
     if chunk.embedding and chunk.loss:
-        tied = tied_gradient_bytes(job.model, sizes.tensor_model_parallel_size, job.train.parameter_bytes)
+        tied = tied_gradient_bytes(
+            job.model, sizes.tensor_model_parallel_size, job.train.parameter_bytes
+        )
         waiting = waiting_gradients(tied)
         transient = [value + more for value, more in zip(transient, waiting, strict=True)]
     return ChunkCost(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_memx.cost.units import (
     EMBEDDING,
     HEAD,
     LAYER,
+    MASK,
     MOE_LAYER,
     MTP,
     StepCost,
@@ -76,6 +78,9 @@ class FittedProvider:
         prior = self._prior.unit(key)
         core = self._cores.get(key.kind)
         unit = _class_of(key)
+        if core is not None and key.unit == MASK and key.recompute == "selective":
+            # What a layer masks by was measured as part of it.
+            return replace(prior, saved_bytes=0.0, transient_bytes=0.0)
         if core is None or unit not in core.coefficients or key.cp > 1:
             return prior
         mbs, seq = key.micro_batch_size, key.seq_length
@@ -161,11 +166,12 @@ class FittedProvider:
 
 
 def _class_of(key: UnitKey) -> UnitClass:
+    layer = key.unit in (LAYER, MOE_LAYER)
     return UnitClass(
         unit=key.unit,
         tp=key.tp,
-        recompute=key.recompute,
-        modules=key.modules,
+        recompute=key.recompute if layer else "none",
+        modules=key.modules if layer else (),
         sequence_parallel=key.sequence_parallel,
     )
 

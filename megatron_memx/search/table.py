@@ -6,7 +6,7 @@ that a handful of units and the counts of each row give all rows in one go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,20 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_memx.cluster import Cluster
+from megatron_memx.cost.activations import masks_itself, tied_gradient_bytes
 from megatron_memx.cost.memory import (
     NUM_PLACES,
+    border_bytes,
+    buffers,
     data_parallel_sizes,
     layer_parameters_of,
     place_of,
     stage_parameters,
+    waiting_gradients,
 )
-from megatron_memx.cost.activations import masks_itself, tied_gradient_bytes
 from megatron_memx.cost.pipeline import full_moments
 from megatron_memx.cost.units import (
     CHUNK,
     EMBEDDING,
     HEAD,
     LAYER,
+    MASK,
     MOE_LAYER,
     MTP,
     UnitKey,
@@ -133,7 +137,7 @@ class Tables:
         Args:
             first: Layers before it in each round of chunks (0 will do for uniform models).
         """
-        job, _rows = self._job, self.rows
+        job = self._job
         pp = sizes.pipeline_model_parallel_size
         vpp = sizes.virtual_pipeline_model_parallel_size
         each = job.model.num_layers // vpp

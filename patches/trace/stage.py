@@ -87,9 +87,7 @@ def trace(task: TraceTask) -> TraceResult:
     patched = world.Patched()
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
-        world.install(
-            patched, engine=task.engine, flash=task.flash, fused_rope=task.fused_rope
-        )
+        world.install(patched, engine=task.engine, flash=task.flash, fused_rope=task.fused_rope)
         return _run(args, task)
     finally:
         patched.undo()

@@ -200,6 +200,7 @@ def _fresh_tensor(_self: Any, shape: Any, dtype: Any, _name: str, *_a: Any, **_k
 
 def _balanced(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
     """Give the dispatcher a real map in which every expert gets equally many tokens."""
+
     def preprocess(self: Any, routing_map: Any) -> Any:
         tokens, experts = routing_map.shape
         topk = self.config.moe_router_topk

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_memx.cost.pipeline import (
     BACKWARD,
     FORWARD,
-    held_states,
+    full_moments,
     lower_bound_s,
     order,
     simulate,
@@ -56,12 +56,13 @@ def test_in_flight_counts(sizes: tuple[int, int, int]) -> None:
     pp, vpp, groups = sizes
     m = groups * pp
     for rank in range(pp):
-        states = held_states(pp, vpp, m, rank)
+        moments = full_moments(pp, vpp, m, rank)
         if vpp == 1:
-            assert states == ((min(m, pp - rank),),)
+            assert moments == (((min(m, pp - rank),), 0),)
         else:
             warmup = min(m * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp)
-            assert max(map(sum, states)) == min(m * vpp, warmup + 1)
+            assert max(sum(state) for state, _ in moments) == min(m * vpp, warmup + 1)
+            assert all(state[chunk] > 0 for state, chunk in moments)
 
 
 def test_even_stages_take_the_textbook_time() -> None:
