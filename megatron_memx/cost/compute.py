@@ -1,4 +1,4 @@
-"""Operators of each unit: matrix products, bytes moved, kernels. Counts per micro-batch on a rank."""
+"""Operators of each unit, for one micro-batch on a rank: matrix products, bytes moved, kernels."""
 
 from __future__ import annotations
 

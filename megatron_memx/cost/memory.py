@@ -147,14 +147,14 @@ def chunk_cost(
         modules = policy.modules if recompute == "selective" else ()
         one = key(unit, recompute, modules)
         counts[one] = counts.get(one, 0) + 1
-    kept, masks = mask_units(job.model, counts, chunk.embedding or chunk.loss)
+    mask, masks = mask_units(job.model, counts, chunk.embedding or chunk.loss)
     for name, count in masks.items():
         counts[key(MASK, name)] = count
     counts[key(CHUNK)] = 1
     if chunk.embedding:
         counts[key(EMBEDDING)] = 1
     if chunk.loss:
-        counts[key(HEAD, kept)] = 1
+        counts[key(HEAD, mask)] = 1
     if chunk.mtp_num_layers:
         counts[key(MTP)] = chunk.mtp_num_layers
     forward = backward = 0.0

@@ -44,7 +44,7 @@ class Norm(torch.nn.Module):
 
         def parameter() -> torch.nn.Parameter:
             made = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-            made.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            made.sequence_parallel = config.sequence_parallel
             return made
 
         self.weight = parameter()

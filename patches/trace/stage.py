@@ -181,6 +181,7 @@ class _Iteration:
         output = model(tokens, positions, mask, labels=labels)
 
         def loss(losses: Any) -> Any:
+            assert weights is not None, "only the last stage asks for a loss"
             total = torch.sum(losses.view(-1).float() * weights.view(-1).float())
             count = torch.empty((), dtype=torch.int32)
             return total, count, {"lm loss": total.detach().clone().view(1)}
