@@ -174,19 +174,37 @@ class Cluster:
                 latency_s=ASSUMED_LATENCY_S["intra"],
                 source="assumed",
             )
+        return self.node_link(kind_a, kind_b)
+
+    def node_link(self, kind_a: str, kind_b: str) -> Link:
+        """Return the link between two nodes with devices of these kinds."""
         return self.inter_node.get("|".join(sorted((kind_a, kind_b)))) or Link(
             bandwidth_bytes_per_s=ASSUMED_INTER_NODE_BYTES_PER_S,
             latency_s=ASSUMED_LATENCY_S["inter"],
             source="assumed",
         )
 
-    def slowest_link(self, ranks: tuple[int, ...]) -> Link:
-        """Return the link of least bandwidth that a ring over ``ranks`` crosses."""
-        ring = [(ranks[i], ranks[(i + 1) % len(ranks)]) for i in range(len(ranks))]
-        links = [self.link(a, b) for a, b in ring if a != b]
+    def group_link(self, ranks: tuple[int, ...]) -> Link:
+        """Return the link that bounds a collective over ``ranks``.
+
+        A collective that crosses nodes leaves each by all the devices it has there.
+        """
+        nodes: dict[int, list[int]] = {}
+        for rank in ranks:
+            nodes.setdefault(self.devices[rank][0], []).append(rank)
+        links = [self.link(own[0], own[0]) for own in nodes.values() if len(own) > 1]
+        if len(nodes) > 1:
+            heads = [own[0] for own in nodes.values()]
+            ways = min(map(len, nodes.values()))
+            for a, b in zip(heads, heads[1:] + heads[:1], strict=True):
+                link = self.link(a, b)
+                links.append(
+                    replace(link, bandwidth_bytes_per_s=ways * link.bandwidth_bytes_per_s)
+                )
         if not links:
             return self.link(ranks[0], ranks[0])
-        return min(links, key=lambda item: item.bandwidth_bytes_per_s)
+        slowest = min(links, key=lambda item: item.bandwidth_bytes_per_s)
+        return replace(slowest, latency_s=max(link.latency_s for link in links))
 
     def with_links(
         self,

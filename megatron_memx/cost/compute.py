@@ -125,16 +125,19 @@ def _layer(model: ModelShape, key: UnitKey, element: int) -> UnitWork:
     heads = model.num_attention_heads / tp
     whole = s * key.cp
     flash = model.flash_attention
+    # A fused kernel leaves out the half of the scores that the causal mask hides.
+    seen = whole / 2 if flash else whole
     attention = (
-        Product(s, query / model.num_attention_heads, whole, b * heads, flash),
-        Product(s, whole, value / model.num_attention_heads, b * heads, flash),
+        Product(s, query / model.num_attention_heads, seen, b * heads, flash),
+        Product(s, seen, value / model.num_attention_heads, b * heads, flash),
     )
     mlp, wide_tokens, ffn = _mlp(model, key, tokens)
     # Score-sized tensors: product, scaled and masked, softmax, dropout; a fused kernel keeps none.
-    scores = 0.0 if flash else 8.0 * b * heads * s * whole * element
+    scores = 0.0 if flash else 6.5 * b * heads * s * whole * element
+    # Norms read and write, residual sums read twice; the activation reads its halves and writes.
     moved = (
-        12.0 * tokens * h * element / spread
-        + 4.0 * wide_tokens * ffn * (2 if model.swiglu else 1) * element
+        11.0 * tokens * h * element / spread
+        + wide_tokens * ffn * (3 if model.swiglu else 2) * element
         + scores
     )
     products = (*projections, *attention, *mlp)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 FORWARD, BACKWARD = 0, 1
+# Pipelines' worths of micro-batches after which the schedule repeats itself.
+_SETTLED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,34 @@ def full_moments(
                 for other, same in moments
             )
         )
+    )
+
+
+def extrapolate(
+    forward_s: Sequence[Sequence[float]],
+    backward_s: Sequence[Sequence[float]],
+    p2p_s: Sequence[float],
+    num_microbatches: int,
+) -> PipelineTime:
+    """Return nearly what :func:`simulate` does, for fits that ask for many long iterations.
+
+    After its warm-up the schedule repeats itself, a pipeline's worth of micro-batches at a time.
+    Where a slow stage makes itself felt only later, this is up to 2 % below the exact time.
+    """
+    pp, m = len(forward_s), num_microbatches
+    settled = _SETTLED * pp + m % pp
+    if m <= settled + pp:
+        return simulate(forward_s, backward_s, p2p_s, m)
+    short = simulate(forward_s, backward_s, p2p_s, settled)
+    longer = simulate(forward_s, backward_s, p2p_s, settled + pp)
+    rest = (m - settled) // pp
+
+    def after(early: Sequence[float], late: Sequence[float]) -> tuple[float, ...]:
+        return tuple(b + (rest - 1) * (b - a) for a, b in zip(early, late, strict=True))
+
+    finish_s = after(short.finish_s, longer.finish_s)
+    return PipelineTime(
+        total_s=max(finish_s), busy_s=after(short.busy_s, longer.busy_s), finish_s=finish_s
     )
 
 

@@ -1,36 +1,45 @@
-"""Costs from the catalogue alone: a roofline with efficiencies, used where nothing was measured."""
+"""Costs from the catalogue and calibrated efficiencies: a roofline, where no unit was measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from megatron_memx.cluster import Cluster, DeviceKind, Link
 from megatron_memx.cost.activations import footprint
 from megatron_memx.cost.communication import all_reduce_s
-from megatron_memx.cost.compute import UnitWork, unit_work
-from megatron_memx.cost.units import MASK, StepCost, UnitCost, UnitKey
+from megatron_memx.cost.compute import Product, UnitWork, unit_work
+from megatron_memx.cost.efficiency import Efficiency, assumed, reached_links
+from megatron_memx.cost.units import HEAD, MASK, MTP, StepCost, UnitCost, UnitKey
 from megatron_memx.job import Job
 
-# Shares of the peaks that training reaches where no efficiency was published, and the time that
-# starts one kernel. Intervals below say how rough they are.
-MATMUL_EFFICIENCY = 0.65
-BANDWIDTH_EFFICIENCY = 0.75
-KERNEL_START_S = {"cpu": 30e-6}
-DEFAULT_KERNEL_START_S = 5e-6
+# Intervals say how rough a roofline is.
 PRIOR_LOG_SIGMA = 0.20
 PRIOR_MEMORY_LOG_SIGMA = 0.08
 # Adam reads parameter, gradient and two moments and writes three of them, in single precision.
 _OPTIMIZER_MOVED_BYTES = 28.0
-FIXED_S = {"cpu": 8e-3}
-DEFAULT_FIXED_S = 20e-3
+# Fused attention rebuilds the scores in its backward pass: five products for two.
+_FUSED_BACKWARD = 2.5
+# Between being bound by the device and by the processor that feeds it, time passes smoothly.
+_SHARPNESS = 4.0
 
 
 class CatalogueProvider:
-    """A :class:`~megatron_memx.cost.units.UnitProvider` without measurements."""
+    """A :class:`~megatron_memx.cost.units.UnitProvider` without measured units.
 
-    def __init__(self, job: Job, cluster: Cluster) -> None:
+    Args:
+        efficiencies: Calibrated terms of device kinds; the others are assumed.
+    """
+
+    def __init__(
+        self, job: Job, cluster: Cluster, efficiencies: Mapping[str, Efficiency] | None = None
+    ) -> None:
         self._job = job
-        self._cluster = cluster
+        given = efficiencies or {}
+        self.efficiencies = {
+            kind: given.get(kind) or assumed(cluster.kinds[kind]) for kind in cluster.used_kinds
+        }
+        self.cluster = reached_links(cluster, self.efficiencies)
         self.basis = "the device catalogue and a roofline; nothing was measured on these devices"
         self.unit = lru_cache(maxsize=None)(self._unit)
 
@@ -39,7 +48,7 @@ class CatalogueProvider:
         return unit_work(self._job.model, key, element_bytes=self._job.train.parameter_bytes)
 
     def _unit(self, key: UnitKey) -> UnitCost:
-        kind = self._cluster.kinds[key.kind]
+        kind = self.cluster.kinds[key.kind]
         work = self.work(key)
         forward, backward = self.times(kind, key, work)
         memory = footprint(self._job.model, key, self._job.train.parameter_bytes)
@@ -54,34 +63,59 @@ class CatalogueProvider:
 
     def times(self, kind: DeviceKind, key: UnitKey, work: UnitWork) -> tuple[float, float]:
         """Return (forward, backward) seconds by the roofline."""
-        rate = kind.flops(self._job.train.precision) * (kind.matmul_efficiency or MATMUL_EFFICIENCY)
-        bandwidth = kind.memory_bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY
-        start = KERNEL_START_S.get(kind.platform, DEFAULT_KERNEL_START_S)
+        reach = self.efficiencies[key.kind]
+        peak = kind.flops(self._job.train.precision)
+        bandwidth = kind.memory_bandwidth_bytes_per_s * reach.bandwidth
 
-        def seconds(flops: float, moved: float, operators: float) -> float:
-            return max(flops / rate + moved / bandwidth, operators * start)
+        def seconds(products: tuple[Product, ...], fused: float = 1.0) -> float:
+            return sum(
+                product.flops * fused / (peak * reach.attention)
+                if product.fused
+                else product.flops * _penalty(product, reach.half_size) / (peak * reach.matmul)
+                for product in products
+            )
 
-        forward = seconds(work.matmul_flops, work.moved_bytes, work.operators)
-        backward = seconds(2 * work.matmul_flops, 2 * work.moved_bytes, 2 * work.operators)
-        again = work.recomputed_flops / rate + work.recomputed_bytes / bandwidth
+        def bound(device_s: float, operators: float) -> float:
+            start_s = operators * reach.kernel_start_s
+            return float((device_s**_SHARPNESS + start_s**_SHARPNESS) ** (1 / _SHARPNESS))
+
+        if key.unit in (HEAD, MTP):
+            peak, bandwidth = peak / reach.head, bandwidth / reach.head
+        moved_s = work.moved_bytes / bandwidth
+        forward = bound(seconds(work.products) + moved_s, work.operators)
+        again = seconds(work.recomputed) + work.recomputed_bytes / bandwidth
+        backward = 2 * seconds(work.products, _FUSED_BACKWARD / 2) + 2 * moved_s
         reduce_s = all_reduce_s(work.reduced_bytes, key.tp, self._tensor_link(key))
+        operators = 2 * work.operators
+        reduces = 1
         if key.recompute == "full":
-            again = max(again, work.operators * start) + reduce_s
-        return forward + reduce_s, backward + again + reduce_s
+            operators += work.operators
+            reduces += 1
+        return forward + reduce_s, bound(backward + again, operators) + reduces * reduce_s
 
     def _tensor_link(self, key: UnitKey) -> Link:
-        ranks = self._cluster.ranks_of_kind(key.kind)
-        return self._cluster.link(ranks[0], ranks[0])
+        ranks = self.cluster.ranks_of_kind(key.kind)
+        return self.cluster.group_link(ranks[: key.tp])
 
     def step(self, kind: str) -> StepCost:
         """Return the per-iteration cost on a device kind."""
-        device = self._cluster.kinds[kind]
+        device, reach = self.cluster.kinds[kind], self.efficiencies[kind]
         return StepCost(
             optimizer_s_per_parameter=_OPTIMIZER_MOVED_BYTES
-            / (device.memory_bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY),
+            / (device.memory_bandwidth_bytes_per_s * reach.optimizer),
             optimizer_s=1e-3,
             # Gradients kept in 16 bits are copied to 32 for the step.
             optimizer_bytes_per_parameter=4.0 * (self._job.train.gradient_bytes < 4),
             optimizer_bytes=0.0,
-            fixed_s=FIXED_S.get(device.platform, DEFAULT_FIXED_S),
+            fixed_s=reach.fixed_s,
+            exposed=reach.exposed,
         )
+
+
+def _penalty(product: Product, half_size: float) -> float:
+    """Return by how much a product's sides keep it from the rate of large ones."""
+    return (
+        (1 + half_size / product.rows)
+        * (1 + half_size / product.columns)
+        * (1 + half_size / product.inner)
+    )

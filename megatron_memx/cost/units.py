@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_memx.cluster import Cluster
+
 LAYER, MOE_LAYER, EMBEDDING, HEAD, MTP = "layer", "moe_layer", "embedding", "head", "mtp"
 # What a chunk costs whatever it holds: wrappers, masks, Python.
 CHUNK = "chunk"
@@ -75,6 +77,7 @@ class StepCost:
         optimizer_bytes_per_parameter: Temporary bytes for each parameter that a rank updates.
         optimizer_bytes: Temporary bytes of a step whatever the number of parameters.
         fixed_s: Data, logging and Python between iterations.
+        exposed: Share of an overlapped gradient reduction that nothing hides.
     """
 
     optimizer_s_per_parameter: float
@@ -82,12 +85,19 @@ class StepCost:
     optimizer_bytes_per_parameter: float
     optimizer_bytes: float
     fixed_s: float
+    exposed: float = 0.0
 
 
 class UnitProvider(Protocol):
-    """Answers what units cost. ``basis`` says in words on what the answers rest."""
+    """Answers what units cost.
+
+    Args:
+        basis: On what the answers rest, in words.
+        cluster: The cluster with its links as training reaches them.
+    """
 
     basis: str
+    cluster: Cluster
 
     def unit(self, key: UnitKey) -> UnitCost:
         """Return the cost of one unit."""

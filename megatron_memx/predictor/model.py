@@ -52,6 +52,7 @@ class FittedProvider:
     ) -> None:
         self._job = job
         self._prior = CatalogueProvider(job, cluster)
+        self.cluster = self._prior.cluster
         self._cores: dict[str, Core] = {}
         self._residuals: dict[str, Residual] = {}
         self._sigmas: dict[str, float] = {}
@@ -196,6 +197,7 @@ def _step_cost(rows: Sequence[ProfileRow], fallback: StepCost) -> StepCost:
         optimizer_bytes_per_parameter=each_bytes,
         optimizer_bytes=start_bytes,
         fixed_s=fallback.fixed_s,
+        exposed=fallback.exposed,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ from megatron_memx.cost.memory import (
     rank_memory,
     stage_parameters,
 )
-from megatron_memx.cost.pipeline import simulate
+from megatron_memx.cost.pipeline import PipelineTime, simulate
 from megatron_memx.cost.units import UnitProvider
 from megatron_memx.job import Job
 from megatron_memx.parallel import Recompute
@@ -77,6 +77,7 @@ class Evaluator:
     ) -> None:
         self.job, self.cluster, self.provider, self.outer = job, cluster, provider, outer
         self._margin, self._absolute = margin, absolute
+        self._reached = provider.cluster
         self._p2p_s = self._boundaries()
         self.option = lru_cache(maxsize=None)(self._option)
         self._chunk = lru_cache(maxsize=None)(self._chunk_cost)
@@ -165,9 +166,11 @@ class Evaluator:
         )
         return chunk_cost(self.job, self.outer.sizes, kind, chunk, self.provider)
 
-    def evaluate(self, stages: Sequence[StageOption]) -> Evaluated:
+    def evaluate(
+        self, stages: Sequence[StageOption], schedule: Callable[..., PipelineTime] = simulate
+    ) -> Evaluated:
         """Return the configuration's time: the schedule, then reduction, optimizer and the rest."""
-        pipeline = simulate(
+        pipeline = schedule(
             [[cost.forward_s for cost in stage.costs] for stage in stages],
             [[cost.backward_s for cost in stage.costs] for stage in stages],
             self._p2p_s,
@@ -178,7 +181,8 @@ class Evaluator:
         for rank, stage in enumerate(stages):
             reduce_s, update_s = self._after(rank, stage.chunks)
             if self.job.train.overlap_grad_reduce:
-                reduce_s = max(0.0, reduce_s - stage.costs[0].backward_s)
+                exposed_s = reduce_s * self.provider.step(self.outer.kinds[rank]).exposed
+                reduce_s = max(exposed_s, reduce_s - stage.costs[0].backward_s)
             ends.append(pipeline.finish_s[rank] + reduce_s)
             updates.append(update_s)
         fixed = max(self.provider.step(kind).fixed_s for kind in self.outer.kinds)
@@ -197,7 +201,7 @@ class Evaluator:
         dp = sizes.data_parallel_size * sizes.context_parallel_size
         ranks = self.outer.ranks[rank]
         tp = sizes.tensor_model_parallel_size
-        link = self.cluster.slowest_link(ranks[::tp])
+        link = self._reached.group_link(ranks[::tp])
         size = parameters * train.gradient_bytes
         step = self.provider.step(self.outer.kinds[rank])
         if sizes.use_distributed_optimizer:
@@ -222,7 +226,7 @@ class Evaluator:
             model.output_parameters(sizes.tensor_model_parallel_size)
             * self.job.train.gradient_bytes
         )
-        link = self.cluster.link(self.outer.ranks[0][0], self.outer.ranks[-1][0])
+        link = self._reached.link(self.outer.ranks[0][0], self.outer.ranks[-1][0])
         return all_reduce_s(size, 2, link)
 
     def _boundaries(self) -> list[float]:
@@ -240,7 +244,7 @@ class Evaluator:
         if count == 1:
             return [0.0]
         return [
-            boundary_s(self.cluster, ranks[i], ranks[(i + 1) % count], size) for i in range(count)
+            boundary_s(self._reached, ranks[i], ranks[(i + 1) % count], size) for i in range(count)
         ]
 
 

@@ -1,0 +1,1 @@
+"""Predictions held against measured runs: reading them, calibrating on a few, scoring the rest."""

@@ -1,0 +1,126 @@
+"""The planner's own prediction of a case: the same provider, memory and schedule as in a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_memx.cost.efficiency import Efficiency
+from megatron_memx.cost.pipeline import extrapolate, full_moments, simulate
+from megatron_memx.cost.prior import CatalogueProvider
+from megatron_memx.evaluation.cases import Case
+from megatron_memx.search.evaluate import Evaluator, StageOption
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes of one rank, by what a calibration does to them.
+
+    Args:
+        static_bytes: Parameters, gradients, optimizer and buffers.
+        gathered_bytes: One gathered input of every layer in flight; 0 where nothing is gathered.
+        hidden_bytes: One hidden state of every layer in flight.
+        ffn_bytes: One tensor as wide as the MLP of every layer in flight.
+        logits_bytes: Logits in single precision, on the last stage.
+    """
+
+    static_bytes: float
+    activation_bytes: float
+    gathered_bytes: float
+    hidden_bytes: float
+    ffn_bytes: float
+    logits_bytes: float
+    num_parameters: float
+
+    def peak_bytes(self, value: Efficiency) -> float:
+        """Return the peak under a calibration."""
+        return (
+            self.static_bytes
+            + value.activations * self.activation_bytes
+            + value.kept_gathered * self.gathered_bytes
+            + value.kept_hidden * self.hidden_bytes
+            + value.kept_ffn * self.ffn_bytes
+            + value.kept_logits * self.logits_bytes
+            + value.kept_parameter_bytes * self.num_parameters
+            + value.reserved_bytes
+        )
+
+
+class Engine:
+    """Predicts one case under any efficiency."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def time_s(self, efficiency: Efficiency, *, quick: bool = False) -> float:
+        """Return the seconds of an iteration; ``quick`` for fits (see ``extrapolate``)."""
+        evaluator = self._evaluator(efficiency)
+        schedule = extrapolate if quick else simulate
+        return evaluator.evaluate(self._stages(evaluator), schedule).time_s
+
+    @cached_property
+    def memory_parts(self) -> tuple[MemoryParts, ...]:
+        """Bytes of each pipeline rank."""
+        evaluator = self._evaluator(Efficiency())
+        case, sizes = self.case, self.case.outer.sizes
+        model, train = case.job.model, case.job.train
+        tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+        tokens = sizes.micro_batch_size * model.seq_length // sizes.context_parallel_size
+        whole = float(tokens * model.hidden_size * train.parameter_bytes)
+        spread = tp if sizes.sequence_parallel else 1
+        ffn = tokens * model.ffn_hidden_size / tp * train.parameter_bytes
+        logits = 4.0 * tokens * model.padded_vocab_size(tp) / tp
+        made = []
+        for rank, stage in enumerate(self._stages(evaluator)):
+            memory = stage.memory.breakdown_bytes
+            varying = memory["activations"] + memory["working"]
+            kept = sum(
+                max(
+                    held[v]
+                    for held, _ in full_moments(
+                        pp,
+                        sizes.virtual_pipeline_model_parallel_size,
+                        sizes.num_microbatches,
+                        rank,
+                    )
+                )
+                * chunk.recompute.layer_classes(chunk.num_layers).count("none")
+                for v, chunk in enumerate(stage.chunks)
+            )
+            made.append(
+                MemoryParts(
+                    static_bytes=float(sum(memory.values()) - varying),
+                    activation_bytes=float(varying),
+                    gathered_bytes=kept * whole * (spread > 1),
+                    hidden_bytes=kept * whole / spread,
+                    ffn_bytes=kept * ffn,
+                    logits_bytes=logits * stage.chunks[-1].loss,
+                    num_parameters=memory["parameters"] / train.parameter_bytes,
+                )
+            )
+        return tuple(made)
+
+    def memory_bytes(self, efficiency: Efficiency) -> float:
+        """Return the peak of the fullest rank."""
+        return max(part.peak_bytes(efficiency) for part in self.memory_parts)
+
+    def _evaluator(self, efficiency: Efficiency) -> Evaluator:
+        case = self.case
+        provider = CatalogueProvider(case.job, case.cluster, {case.kind: efficiency})
+        return Evaluator(
+            case.job, case.cluster, provider, case.outer, margin=0.0, absolute=True
+        )
+
+    def _stages(self, evaluator: Evaluator) -> list[StageOption]:
+        layers = self.case.layers
+        pp, vpp = len(layers), len(layers[0])
+        firsts = [[0] * vpp for _ in range(pp)]
+        first = 0
+        for v in range(vpp):
+            for rank in range(pp):
+                firsts[rank][v] = first
+                first += layers[rank][v]
+        return [
+            evaluator.option(rank, tuple(firsts[rank]), layers[rank], self.case.policy)
+            for rank in range(pp)
+        ]
