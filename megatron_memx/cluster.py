@@ -198,9 +198,7 @@ class Cluster:
             ways = min(map(len, nodes.values()))
             for a, b in zip(heads, heads[1:] + heads[:1], strict=True):
                 link = self.link(a, b)
-                links.append(
-                    replace(link, bandwidth_bytes_per_s=ways * link.bandwidth_bytes_per_s)
-                )
+                links.append(replace(link, bandwidth_bytes_per_s=ways * link.bandwidth_bytes_per_s))
         if not links:
             return self.link(ranks[0], ranks[0])
         slowest = min(links, key=lambda item: item.bandwidth_bytes_per_s)

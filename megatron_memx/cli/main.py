@@ -11,6 +11,7 @@ from megatron_memx.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, MemX
 SUBCOMMANDS = {
     "plan": "plan without launching: memx plan --cluster FILE -- <Megatron arguments>",
     "cluster": "check a cluster file and show its nodes and devices",
+    "evaluate": "score predictions against measured runs after fitting on a few of them",
     "cache": "list, show and prune the cached plans",
     "export": "write a plan as stock Megatron arguments",
 }

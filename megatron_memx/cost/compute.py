@@ -48,6 +48,7 @@ class UnitWork:
         recomputed_bytes: Bytes that it moves again.
         operators: Kernels of the forward pass.
         reduced_bytes: Bytes that tensor parallelism reduces in the forward pass.
+        collectives: Collectives in which it does so.
     """
 
     products: tuple[Product, ...] = ()
@@ -56,6 +57,7 @@ class UnitWork:
     recomputed_bytes: float = 0.0
     operators: int = 0
     reduced_bytes: float = 0.0
+    collectives: int = 1
 
     @property
     def matmul_flops(self) -> float:
@@ -92,6 +94,7 @@ def unit_work(model: ModelShape, key: UnitKey, *, element_bytes: int) -> UnitWor
         recomputed_bytes=layer.recomputed_bytes,
         operators=layer.operators + head.operators + 4,
         reduced_bytes=layer.reduced_bytes,
+        collectives=layer.collectives,
     )
 
 
@@ -157,6 +160,7 @@ def _layer(model: ModelShape, key: UnitKey, element: int) -> UnitWork:
         recomputed_bytes=again,
         operators=24 if flash else 34,
         reduced_bytes=2.0 * tokens * h * element * (tp > 1),
+        collectives=2,
     )
 
 

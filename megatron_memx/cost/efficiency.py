@@ -29,6 +29,7 @@ class Efficiency:
         intra_latency_s: Start of one step of a collective inside a node.
         inter_link: Share of a link's bandwidth between nodes.
         inter_latency_s: Start of one step of a collective between nodes.
+        transfer_s: Software's time of one transfer between stages on different nodes.
         exposed: Share of an overlapped gradient reduction that nothing hides.
         fixed_s: Between iterations: data, logging, Python.
         activations: Activation bytes over those counted.
@@ -51,6 +52,7 @@ class Efficiency:
     intra_latency_s: float = 8e-6
     inter_link: float = 0.6
     inter_latency_s: float = 20e-6
+    transfer_s: float = 100e-6
     exposed: float = 0.3
     fixed_s: float = 20e-3
     activations: float = 1.0
@@ -79,6 +81,7 @@ SPREAD: Mapping[str, float] = {
     "intra_latency_s": 0.8,
     "inter_link": 0.6,
     "inter_latency_s": 0.8,
+    "transfer_s": 2.5,
     "exposed": 0.7,
     "fixed_s": 1.0,
     "activations": 0.10,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from megatron_memx.cluster import Cluster, DeviceKind, Link
@@ -75,23 +76,30 @@ class CatalogueProvider:
                 for product in products
             )
 
-        def bound(device_s: float, operators: float) -> float:
-            start_s = operators * reach.kernel_start_s
-            return float((device_s**_SHARPNESS + start_s**_SHARPNESS) ** (1 / _SHARPNESS))
+        def bound(device_s: float, host_s: float) -> float:
+            return float((device_s**_SHARPNESS + host_s**_SHARPNESS) ** (1 / _SHARPNESS))
 
-        if key.unit in (HEAD, MTP):
-            peak, bandwidth = peak / reach.head, bandwidth / reach.head
         moved_s = work.moved_bytes / bandwidth
-        forward = bound(seconds(work.products) + moved_s, work.operators)
         again = seconds(work.recomputed) + work.recomputed_bytes / bandwidth
-        backward = 2 * seconds(work.products, _FUSED_BACKWARD / 2) + 2 * moved_s
-        reduce_s = all_reduce_s(work.reduced_bytes, key.tp, self._tensor_link(key))
-        operators = 2 * work.operators
-        reduces = 1
-        if key.recompute == "full":
-            operators += work.operators
-            reduces += 1
-        return forward + reduce_s, bound(backward + again, operators) + reduces * reduce_s
+        link = self._tensor_link(key)
+        # The bytes keep the device busy; starting a collective's steps is the host's and wire's.
+        sent_s = all_reduce_s(work.reduced_bytes, key.tp, replace(link, latency_s=0.0))
+        start_s = work.operators * reach.kernel_start_s
+        if work.reduced_bytes:
+            start_s += work.collectives * all_reduce_s(1.0, key.tp, link)
+        repeats = 1 + (key.recompute == "full")
+        forward = bound(seconds(work.products) + moved_s + sent_s, start_s)
+        backward = bound(
+            2 * seconds(work.products, _FUSED_BACKWARD / 2)
+            + 2 * moved_s
+            + again
+            + repeats * sent_s,
+            # The backward pass has two kernels for one, but no more collectives.
+            2 * work.operators * reach.kernel_start_s
+            + (start_s - work.operators * reach.kernel_start_s)
+            + (repeats - 1) * start_s,
+        )
+        return forward, backward
 
     def _tensor_link(self, key: UnitKey) -> Link:
         ranks = self.cluster.ranks_of_kind(key.kind)
@@ -109,6 +117,7 @@ class CatalogueProvider:
             optimizer_bytes=0.0,
             fixed_s=reach.fixed_s,
             exposed=reach.exposed,
+            transfer_s=reach.transfer_s,
         )
 
 

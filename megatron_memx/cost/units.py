@@ -78,6 +78,7 @@ class StepCost:
         optimizer_bytes: Temporary bytes of a step whatever the number of parameters.
         fixed_s: Data, logging and Python between iterations.
         exposed: Share of an overlapped gradient reduction that nothing hides.
+        transfer_s: Software's time of one transfer between stages on different nodes.
     """
 
     optimizer_s_per_parameter: float
@@ -86,6 +87,7 @@ class StepCost:
     optimizer_bytes: float
     fixed_s: float
     exposed: float = 0.0
+    transfer_s: float = 0.0
 
 
 class UnitProvider(Protocol):

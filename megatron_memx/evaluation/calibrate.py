@@ -26,6 +26,10 @@ Array = NDArray[np.float64]
 # A fit says nothing about shares further from the assumed ones than this many spreads.
 _FARTHEST = 3.0
 _MOST_EVALUATIONS = 12
+# Standard deviations between a row and what the others say of it, from which it is not believed.
+_CONTRADICTED = 3.5
+_MOST_CONTRADICTED = 0.3
+_ROUNDS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +67,7 @@ class Fit:
 
     Args:
         z: Terms, in spreads from their assumed values.
-        covariance: Of ``z`` and of what is unexplained, for intervals.
+        contradicted: Rows that the others contradict; they had no say.
     """
 
     z: Array
@@ -72,6 +76,7 @@ class Fit:
     weights: Array
     factor: tuple[Array, bool]
     objective: float
+    contradicted: tuple[int, ...] = ()
 
     def correction(self, features: Array) -> tuple[Array, Array]:
         """Return (mean, standard deviation) of what the physics misses at ``features``."""
@@ -86,49 +91,78 @@ def fit(
     says: Callable[[Array], Array],
     measured: Array,
     features: Array,
-    num_terms: int,
+    starts: Sequence[Array],
     processes: Sequence[Process],
 ) -> Fit:
     """Return the best calibration over ``processes``.
+
+    A row that the others contradict (a contended device, another setting that the source does not
+    tell) is found by leaving it out, loses its say, and the fit is made again.
 
     Args:
         says: ln of what the engine predicts for each row, given ``z``.
         measured: ln of what was measured.
         features: One row for each measurement.
+        starts: Where to look from: a term that hides at one end shows from the other.
     """
+    extra = np.zeros(len(measured))
+    best = _best(says, measured, features, starts, processes, extra)
+    for _ in range(_ROUNDS):
+        inverse = cho_solve(best.factor, np.eye(len(measured)))
+        left_out = best.weights / np.diag(inverse)
+        deviations = np.abs(left_out) * np.sqrt(np.diag(inverse))
+        deviations[extra > 0] = 0.0
+        worst = np.argsort(-deviations)[: max(1, len(measured) // 20)]
+        worst = worst[deviations[worst] > _CONTRADICTED]
+        room = int(_MOST_CONTRADICTED * len(measured)) - int((extra > 0).sum())
+        if not len(worst) or room < len(worst):
+            break
+        extra[worst] = left_out[worst] ** 2
+        best = _best(says, measured, features, [best.z], [best.process], extra)
+    return best
+
+
+def _best(
+    says: Callable[[Array], Array],
+    measured: Array,
+    features: Array,
+    starts: Sequence[Array],
+    processes: Sequence[Process],
+    extra: Array,
+) -> Fit:
     best: Fit | None = None
-    start = np.zeros(num_terms)
     for process in processes:
         covariance = process.covariance(features, features)
-        covariance[np.diag_indices_from(covariance)] += process.noise**2
+        covariance[np.diag_indices_from(covariance)] += process.noise**2 + extra
         lower = cholesky(covariance, lower=True)
 
         def misses(z: Array, lower: Array = lower) -> Array:
             whitened = solve_triangular(lower, measured - says(z), lower=True)
             return np.concatenate([whitened, z])
 
-        solved = least_squares(
-            misses,
-            start,
-            bounds=(-_FARTHEST, _FARTHEST),
-            max_nfev=_MOST_EVALUATIONS,
-            diff_step=1e-3,
-        )
-        start = np.clip(solved.x, -_FARTHEST * 0.99, _FARTHEST * 0.99)
-        objective = float(2 * solved.cost + 2 * np.log(np.diag(lower)).sum())
-        # The evidence also pays for what the data pinned down (Laplace's approximation).
-        objective += float(np.linalg.slogdet(solved.jac.T @ solved.jac)[1])
-        if best is None or objective < best.objective:
-            factor = cho_factor(covariance, lower=True)
-            left = measured - says(solved.x)
-            best = Fit(
-                z=solved.x,
-                process=process,
-                features=features,
-                weights=cho_solve(factor, left),
-                factor=factor,
-                objective=objective,
+        for start in starts:
+            solved = least_squares(
+                misses,
+                np.clip(start, -_FARTHEST * 0.99, _FARTHEST * 0.99),
+                bounds=(-_FARTHEST, _FARTHEST),
+                max_nfev=_MOST_EVALUATIONS,
+                diff_step=1e-3,
             )
+            objective = float(2 * solved.cost + 2 * np.log(np.diag(lower)).sum())
+            # The evidence also pays for what the data pinned down (Laplace's approximation).
+            objective += float(np.linalg.slogdet(solved.jac.T @ solved.jac)[1])
+            if best is None or objective < best.objective:
+                factor = cho_factor(covariance, lower=True)
+                left = measured - says(solved.x)
+                best = Fit(
+                    z=solved.x,
+                    process=process,
+                    features=features,
+                    weights=cho_solve(factor, left),
+                    factor=factor,
+                    objective=objective,
+                    contradicted=tuple(int(i) for i in np.flatnonzero(extra)),
+                )
     assert best is not None
     return best
 

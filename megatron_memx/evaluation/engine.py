@@ -107,9 +107,7 @@ class Engine:
     def _evaluator(self, efficiency: Efficiency) -> Evaluator:
         case = self.case
         provider = CatalogueProvider(case.job, case.cluster, {case.kind: efficiency})
-        return Evaluator(
-            case.job, case.cluster, provider, case.outer, margin=0.0, absolute=True
-        )
+        return Evaluator(case.job, case.cluster, provider, case.outer, margin=0.0, absolute=True)
 
     def _stages(self, evaluator: Evaluator) -> list[StageOption]:
         layers = self.case.layers

@@ -81,9 +81,7 @@ class Run:
         )
 
 
-COLUMNS = tuple(
-    item.name for item in fields(Run) if item.name not in ("row", "failed")
-)
+COLUMNS = tuple(item.name for item in fields(Run) if item.name not in ("row", "failed"))
 
 
 def read_runs(path: str | os.PathLike[str]) -> tuple[list[Run], Counter[str]]:

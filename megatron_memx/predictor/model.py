@@ -198,6 +198,7 @@ def _step_cost(rows: Sequence[ProfileRow], fallback: StepCost) -> StepCost:
         optimizer_bytes=start_bytes,
         fixed_s=fallback.fixed_s,
         exposed=fallback.exposed,
+        transfer_s=fallback.transfer_s,
     )
 
 

@@ -243,9 +243,17 @@ class Evaluator:
         count = len(ranks)
         if count == 1:
             return [0.0]
-        return [
-            boundary_s(self._reached, ranks[i], ranks[(i + 1) % count], size) for i in range(count)
-        ]
+        return [self._boundary_s(i, (i + 1) % count, size) for i in range(count)]
+
+    def _boundary_s(self, sender: int, receiver: int, size_bytes: float) -> float:
+        outer = self.outer
+        a, b = outer.ranks[sender], outer.ranks[receiver]
+        seconds = boundary_s(self._reached, a, b, size_bytes)
+        if self.cluster.devices[a[0]][0] != self.cluster.devices[b[0]][0]:
+            seconds += max(
+                self.provider.step(outer.kinds[rank]).transfer_s for rank in (sender, receiver)
+            )
+        return seconds
 
 
 def _clamped(policy: Recompute, layers: int) -> Recompute:
