@@ -11,7 +11,7 @@ from megatron_memx.cost.activations import footprint
 from megatron_memx.cost.communication import all_reduce_s
 from megatron_memx.cost.compute import Product, UnitWork, unit_work
 from megatron_memx.cost.efficiency import Efficiency, assumed, reached_links
-from megatron_memx.cost.units import HEAD, MASK, MTP, StepCost, UnitCost, UnitKey
+from megatron_memx.cost.units import MASK, StepCost, UnitCost, UnitKey
 from megatron_memx.job import Job
 
 # Intervals say how rough a roofline is.

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
+from scipy.linalg import cho_solve, cholesky, solve_triangular
 from scipy.optimize import least_squares
 
 Array = NDArray[np.float64]
@@ -74,7 +75,7 @@ class Fit:
     process: Process
     features: Array
     weights: Array
-    factor: tuple[Array, bool]
+    lower: Array
     objective: float
     contradicted: tuple[int, ...] = ()
 
@@ -82,7 +83,7 @@ class Fit:
         """Return (mean, standard deviation) of what the physics misses at ``features``."""
         across = self.process.covariance(features, self.features)
         prior = self.process.covariance(features[:1], features[:1])[0, 0]
-        seen = cho_solve(self.factor, across.T)
+        seen = cho_solve((self.lower, True), across.T)
         variance = np.maximum(prior - (across * seen.T).sum(1), 0) + self.process.noise**2
         return across @ self.weights, np.sqrt(variance)
 
@@ -108,7 +109,7 @@ def fit(
     extra = np.zeros(len(measured))
     best = _best(says, measured, features, starts, processes, extra)
     for _ in range(_ROUNDS):
-        inverse = cho_solve(best.factor, np.eye(len(measured)))
+        inverse = cho_solve((best.lower, True), np.eye(len(measured)))
         left_out = best.weights / np.diag(inverse)
         deviations = np.abs(left_out) * np.sqrt(np.diag(inverse))
         deviations[extra > 0] = 0.0
@@ -136,9 +137,7 @@ def _best(
         covariance[np.diag_indices_from(covariance)] += process.noise**2 + extra
         lower = cholesky(covariance, lower=True)
 
-        def misses(z: Array, lower: Array = lower) -> Array:
-            whitened = solve_triangular(lower, measured - says(z), lower=True)
-            return np.concatenate([whitened, z])
+        misses = partial(_misses, says, measured, lower)
 
         for start in starts:
             solved = least_squares(
@@ -146,25 +145,29 @@ def _best(
                 np.clip(start, -_FARTHEST * 0.99, _FARTHEST * 0.99),
                 bounds=(-_FARTHEST, _FARTHEST),
                 max_nfev=_MOST_EVALUATIONS,
-                diff_step=1e-3,
+                diff_step=np.full(len(start), 1e-3),
             )
             objective = float(2 * solved.cost + 2 * np.log(np.diag(lower)).sum())
             # The evidence also pays for what the data pinned down (Laplace's approximation).
             objective += float(np.linalg.slogdet(solved.jac.T @ solved.jac)[1])
             if best is None or objective < best.objective:
-                factor = cho_factor(covariance, lower=True)
                 left = measured - says(solved.x)
                 best = Fit(
                     z=solved.x,
                     process=process,
                     features=features,
-                    weights=cho_solve(factor, left),
-                    factor=factor,
+                    weights=cho_solve((lower, True), left),
+                    lower=lower,
                     objective=objective,
                     contradicted=tuple(int(i) for i in np.flatnonzero(extra)),
                 )
     assert best is not None
     return best
+
+
+def _misses(says: Callable[[Array], Array], measured: Array, lower: Array, z: Array) -> Array:
+    whitened = solve_triangular(lower, measured - says(z), lower=True)
+    return np.concatenate([whitened, z])
 
 
 def choose(jacobian: Array, features: Array, process: Process, count: int) -> list[int]:

@@ -279,7 +279,7 @@ def _predict(kind: str, calibrated: Calibrated, cases: Sequence[Case]) -> list[P
     for quantity in (TIME, MEMORY):
         found = calibrated.fits.get(quantity.name)
         mean, sigma = np.zeros(len(engines)), np.full(len(engines), _prior_sigma(quantity))
-        if found is not None and len(engines):
+        if found is not None and engines:
             mean, sigma = found.correction(table)
         for index, engine in enumerate(engines):
             value = quantity.says(engine, calibrated.values[quantity.name], False)

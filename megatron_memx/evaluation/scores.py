@@ -24,7 +24,7 @@ def errors(predicted_ln: Array, measured_ln: Array, sigma: Array) -> dict[str, f
 
     off = predicted_ln - measured_ln
     signed = np.exp(off) - 1
-    ranks = [rankdata(values) for values in (predicted_ln, measured_ln)]
+    ranks = rankdata(predicted_ln), rankdata(measured_ln)
     varied = all(np.ptp(values) > 0 for values in ranks)
     return {
         "rows": len(off),
@@ -32,7 +32,7 @@ def errors(predicted_ln: Array, measured_ln: Array, sigma: Array) -> dict[str, f
         "median_ape": float(np.median(np.abs(signed))),
         "p95_ape": float(np.quantile(np.abs(signed), 0.95)),
         "bias": float(signed.mean()),
-        "spearman": float(np.corrcoef(*ranks)[0, 1]) if varied else 0.0,
+        "spearman": float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if varied else 0.0,
         "within_90": float((np.abs(off) <= _INTERVAL * sigma).mean()),
     }
 

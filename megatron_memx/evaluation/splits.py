@@ -40,13 +40,13 @@ def _noted(notes: str, num_layers: int) -> list[int] | None:
 
 
 def _even(layers: int, chunks: int) -> list[int]:
-    """Return the split of Megatron and of DeepSpeed's uniform method: the first get what is left."""
+    """Return Megatron's split, and that of DeepSpeed's uniform method: the first get the rest."""
     each, left = divmod(layers, chunks)
     return [each + (i < left) for i in range(chunks)]
 
 
 def _by_cost(model: ModelShape, pp: int) -> list[int]:
-    """Return nanotron's split: blocks by their products' cost, a stage closed by what exceeds it."""
+    """Return nanotron's split: by the products' cost, a stage closed by what exceeds its share."""
     attention = 4 * model.hidden_size * model.num_attention_heads * model.kv_channels
     layer = float(attention + 3 * model.ffn_hidden_size * model.hidden_size)
     head = float(model.vocab_size * model.hidden_size)

@@ -20,7 +20,7 @@ LAYERS = (
     ("cost",),
     ("profile", "predictor"),
     ("objective", "search"),
-    ("planner",),
+    ("planner", "evaluation"),
     ("report", "cli"),
     ("patches",),
     ("launch",),
