@@ -24,6 +24,9 @@ class Efficiency:
         bandwidth: Share of the memory bandwidth of element-wise operators.
         head: Time of the output layer and the loss over the roofline's.
         kernel_start_s: The processor's time for one operator.
+        collective_start_s: The processor's time for one collective.
+        crossing: By which share every tensor-parallel rank slows its node's processors where the
+            pipeline crosses nodes; nothing, unless measured.
         optimizer: Share of the memory bandwidth of the optimizer's step.
         intra_link: Share of a link's bandwidth inside a node.
         intra_latency_s: Start of one step of a collective inside a node.
@@ -47,6 +50,8 @@ class Efficiency:
     bandwidth: float = 0.75
     head: float = 1.2
     kernel_start_s: float = 6e-6
+    collective_start_s: float = 20e-6
+    crossing: float = 0.0
     optimizer: float = 0.7
     intra_link: float = 0.7
     intra_latency_s: float = 8e-6
@@ -76,6 +81,7 @@ SPREAD: Mapping[str, float] = {
     "bandwidth": 0.25,
     "head": 0.3,
     "kernel_start_s": 0.7,
+    "collective_start_s": 1.5,
     "optimizer": 0.5,
     "intra_link": 0.5,
     "intra_latency_s": 0.8,
@@ -87,17 +93,20 @@ SPREAD: Mapping[str, float] = {
     "activations": 0.10,
     "reserved_bytes": 0.8,
 }
-# The same for terms that are zero in Megatron itself: they add, and are told from others by
-# software that is not Megatron.
+# The same for terms that are zero where nothing shows them: they add.
 ADDED: Mapping[str, float] = {
+    "crossing": 0.3,
     "kept_gathered": 1.0,
     "kept_hidden": 2.0,
     "kept_ffn": 1.0,
     "kept_logits": 1.0,
     "kept_parameter_bytes": 1.5,
 }
-MEMORY_TERMS = ("activations", "reserved_bytes")
-TIME_TERMS = tuple(name for name in SPREAD if name not in MEMORY_TERMS)
+MEMORY_TERMS = (
+    *("activations", "reserved_bytes"),
+    *(name for name in ADDED if name.startswith("kept_")),
+)
+TIME_TERMS = tuple(name for name in (*SPREAD, *ADDED) if name not in MEMORY_TERMS)
 # A processor without a driver in between, and its start of an iteration.
 _CPU = {"kernel_start_s": 30e-6, "fixed_s": 8e-3}
 
@@ -118,6 +127,8 @@ def moved(value: Efficiency, steps: Mapping[str, float]) -> Efficiency:
         now = getattr(value, name)
         if name in ADDED:
             changes[name] = now + step * ADDED[name]
+            if name == "crossing":
+                changes[name] = max(0.0, changes[name])
         else:
             changes[name] = now * math.exp(step * SPREAD[name])
     return replace(value, **changes)

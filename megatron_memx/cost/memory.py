@@ -120,7 +120,13 @@ def data_parallel_sizes(sizes: ParallelSizes) -> tuple[int, int]:
 
 
 def chunk_cost(
-    job: Job, sizes: ParallelSizes, kind: str, chunk: Chunk, provider: UnitProvider
+    job: Job,
+    sizes: ParallelSizes,
+    kind: str,
+    chunk: Chunk,
+    provider: UnitProvider,
+    *,
+    across_nodes: bool = False,
 ) -> ChunkCost:
     """Return the cost of a chunk: its layers under its policy, embedding, head and MTP."""
 
@@ -137,6 +143,7 @@ def chunk_cost(
             recompute=recompute,
             modules=modules,
             sequence_parallel=sizes.sequence_parallel,
+            across_nodes=across_nodes,
         )
 
     policy = chunk.recompute

@@ -84,20 +84,21 @@ class CatalogueProvider:
         link = self._tensor_link(key)
         # The bytes keep the device busy; starting a collective's steps is the host's and wire's.
         sent_s = all_reduce_s(work.reduced_bytes, key.tp, replace(link, latency_s=0.0))
-        start_s = work.operators * reach.kernel_start_s
+        slowed = 1 + reach.crossing * key.tp * key.across_nodes
+        start_s = work.operators * reach.kernel_start_s * slowed
+        collect_s = 0.0
         if work.reduced_bytes:
-            start_s += work.collectives * all_reduce_s(1.0, key.tp, link)
+            one_s = reach.collective_start_s + all_reduce_s(1.0, key.tp, link)
+            collect_s = work.collectives * one_s * slowed
         repeats = 1 + (key.recompute == "full")
-        forward = bound(seconds(work.products) + moved_s + sent_s, start_s)
+        forward = bound(seconds(work.products) + moved_s + sent_s, start_s + collect_s)
         backward = bound(
             2 * seconds(work.products, _FUSED_BACKWARD / 2)
             + 2 * moved_s
             + again
             + repeats * sent_s,
             # The backward pass has two kernels for one, but no more collectives.
-            2 * work.operators * reach.kernel_start_s
-            + (start_s - work.operators * reach.kernel_start_s)
-            + (repeats - 1) * start_s,
+            (1 + repeats) * start_s + repeats * collect_s,
         )
         return forward, backward
 

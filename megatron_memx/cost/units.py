@@ -27,6 +27,7 @@ class UnitKey:
     Args:
         recompute: ``none``, ``selective`` or ``full`` for layers; ``none`` otherwise.
         seq_length: Tokens of a sequence on this rank's context-parallel share.
+        across_nodes: Whether its pipeline has stages on several nodes.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class UnitKey:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    across_nodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

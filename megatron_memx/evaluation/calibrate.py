@@ -149,7 +149,8 @@ def _best(
             )
             objective = float(2 * solved.cost + 2 * np.log(np.diag(lower)).sum())
             # The evidence also pays for what the data pinned down (Laplace's approximation).
-            objective += float(np.linalg.slogdet(solved.jac.T @ solved.jac)[1])
+            told = np.asarray(solved.jac, dtype=np.float64)
+            objective += float(np.linalg.slogdet(told.T @ told)[1])
             if best is None or objective < best.objective:
                 left = measured - says(solved.x)
                 best = Fit(

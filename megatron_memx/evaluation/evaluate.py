@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_memx.cost.efficiency import (
-    ADDED,
     MEMORY_TERMS,
     SPREAD,
     TIME_TERMS,
@@ -54,11 +53,11 @@ TIME = Quantity(
     process=Process(blocks=((_LAYER_FEATURES, 0.10, 1.0), (_RUN_FEATURES, 0.04, 4.0)), noise=0.01),
     measured=lambda run: run.iter_time_s,
     says=lambda engine, value, quick: engine.time_s(value, quick=quick),
-    hidden=(("transfer_s", 2.5),),
+    hidden=(("transfer_s", 2.5), ("collective_start_s", 2.0)),
 )
 MEMORY = Quantity(
     name="memory",
-    terms=(*MEMORY_TERMS, *ADDED),
+    terms=MEMORY_TERMS,
     process=Process(blocks=((_LAYER_FEATURES, 0.03, 2.0), (_RUN_FEATURES, 0.02, 4.0)), noise=0.01),
     measured=lambda run: run.peak_mem_gib * GIB if run.peak_mem_gib else None,
     says=lambda engine, value, _quick: engine.memory_bytes(value),

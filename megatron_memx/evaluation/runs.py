@@ -15,7 +15,7 @@ from megatron_memx.errors import BadInputError
 _NEEDED = ("layers", "hidden", "heads", "seq", "gpu", "num_gpus")
 # Rows that say of themselves that they cannot be right, or that they did not run.
 _DISTRUSTED = {
-    "the notes start with SUSPECT": re.compile(r"^\s*SUSPECT"),
+    "the notes call the run suspect": re.compile(r"\bsuspect\b", re.IGNORECASE),
     "the notes say source inconsistency": re.compile(r"source inconsisten", re.IGNORECASE),
 }
 _FAILED = re.compile(r"\bFAILED\b|^\s*OOM\b")

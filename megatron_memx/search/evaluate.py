@@ -79,6 +79,7 @@ class Evaluator:
         self._margin, self._absolute = margin, absolute
         self._reached = provider.cluster
         self._p2p_s = self._boundaries()
+        self.across_nodes = outer.across_nodes(cluster)
         self.option = lru_cache(maxsize=None)(self._option)
         self._chunk = lru_cache(maxsize=None)(self._chunk_cost)
         uniform = job.model.moe is None or len(set(job.model.moe.layer_pattern)) <= 1
@@ -164,7 +165,14 @@ class Evaluator:
             mtp_num_layers=self.job.model.mtp_num_layers if loss else 0,
             recompute=policy,
         )
-        return chunk_cost(self.job, self.outer.sizes, kind, chunk, self.provider)
+        return chunk_cost(
+            self.job,
+            self.outer.sizes,
+            kind,
+            chunk,
+            self.provider,
+            across_nodes=self.across_nodes,
+        )
 
     def evaluate(
         self, stages: Sequence[StageOption], schedule: Callable[..., PipelineTime] = simulate

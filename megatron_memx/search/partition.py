@@ -174,7 +174,13 @@ class Partitioner:
         key = (rank, 0 if self._tables.uniform else used)
         if key not in self._stages:
             kind = self._evaluator.outer.kinds[rank]
-            self._stages[key] = self._tables.stage(self._sizes, kind, rank, key[1])
+            self._stages[key] = self._tables.stage(
+                self._sizes,
+                kind,
+                rank,
+                key[1],
+                across_nodes=self._evaluator.across_nodes,
+            )
         return self._stages[key]
 
     def _is_small(self) -> bool:

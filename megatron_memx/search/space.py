@@ -32,6 +32,11 @@ class Outer:
         order = list(dict.fromkeys(self.kinds))
         return self.sizes.label + (f" {' > '.join(order)}" if len(order) > 1 else "")
 
+    def across_nodes(self, cluster: Cluster) -> bool:
+        """Return whether the pipeline has stages on several nodes."""
+        nodes = [cluster.devices[ranks[0]][0] for ranks in self.ranks]
+        return len(set(nodes)) > 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejection:

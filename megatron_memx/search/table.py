@@ -131,11 +131,14 @@ class Tables:
         mixtures = np.array([job.model.is_moe_layer(i) for i in range(job.model.num_layers)])
         self._mixtures_before = np.concatenate([[0], np.cumsum(mixtures)])
 
-    def stage(self, sizes: ParallelSizes, kind: str, rank: int, first: int) -> StageTable:
+    def stage(
+        self, sizes: ParallelSizes, kind: str, rank: int, first: int, *, across_nodes: bool = False
+    ) -> StageTable:
         """Return the table of pipeline rank ``rank``.
 
         Args:
             first: Layers before it in each round of chunks (0 will do for uniform models).
+            across_nodes: Whether the pipeline has stages on several nodes.
         """
         job = self._job
         pp = sizes.pipeline_model_parallel_size
@@ -148,6 +151,7 @@ class Tables:
             sizes.expert_tensor_parallel_size,
             sizes.micro_batch_size,
             sizes.sequence_parallel,
+            across_nodes,
         )
         tables = []
         firsts = []
@@ -272,13 +276,13 @@ class Tables:
 
     def _chunk_table(
         self,
-        shape: tuple[int, int, int, int, int, bool],
+        shape: tuple[int, int, int, int, int, bool, bool],
         kind: str,
         first: int,
         embedding: bool,
         loss: bool,
     ) -> ChunkTable:
-        tp, cp, ep, etp, mbs, sp = shape
+        tp, cp, ep, etp, mbs, sp, across_nodes = shape
         rows, model = self.rows, self._job.model
 
         def key(unit: str, name: str = "none", modules: tuple[str, ...] = ()) -> UnitKey:
@@ -294,6 +298,7 @@ class Tables:
                 recompute=name,
                 modules=modules,
                 sequence_parallel=sp,
+                across_nodes=across_nodes,
             )
 
         size = len(rows.layers)
