@@ -53,12 +53,12 @@ TIME = Quantity(
     process=Process(blocks=((_LAYER_FEATURES, 0.10, 1.0), (_RUN_FEATURES, 0.04, 4.0)), noise=0.01),
     measured=lambda run: run.iter_time_s,
     says=lambda engine, value, quick: engine.time_s(value, quick=quick),
-    hidden=(("transfer_s", 2.5), ("collective_start_s", 2.0)),
+    hidden=(("collective_start_s", 2.0),),
 )
 MEMORY = Quantity(
     name="memory",
     terms=MEMORY_TERMS,
-    process=Process(blocks=((_LAYER_FEATURES, 0.03, 2.0), (_RUN_FEATURES, 0.02, 4.0)), noise=0.01),
+    process=Process(blocks=((_LAYER_FEATURES, 0.10, 2.0), (_RUN_FEATURES, 0.06, 4.0)), noise=0.03),
     measured=lambda run: run.peak_mem_gib * GIB if run.peak_mem_gib else None,
     says=lambda engine, value, _quick: engine.memory_bytes(value),
 )
