@@ -48,7 +48,7 @@ class Efficiency:
     half_size: float = 100.0
     attention: float = 0.55
     bandwidth: float = 0.75
-    head: float = 1.2
+    head: float = 1.0
     kernel_start_s: float = 6e-6
     collective_start_s: float = 20e-6
     crossing: float = 0.0
