@@ -22,7 +22,6 @@ class Efficiency:
         half_size: A side at which a product reaches half of that.
         attention: Share of the peak of a fused attention kernel.
         bandwidth: Share of the memory bandwidth of element-wise operators.
-        head: Time of the output layer and the loss over the roofline's.
         kernel_start_s: The processor's time for one operator.
         collective_start_s: The processor's time for one collective.
         crossing: By which share every tensor-parallel rank slows its node's processors where the
@@ -48,7 +47,6 @@ class Efficiency:
     half_size: float = 100.0
     attention: float = 0.55
     bandwidth: float = 0.75
-    head: float = 1.0
     kernel_start_s: float = 6e-6
     collective_start_s: float = 20e-6
     crossing: float = 0.0
@@ -79,7 +77,6 @@ SPREAD: Mapping[str, float] = {
     "half_size": 0.7,
     "attention": 0.35,
     "bandwidth": 0.25,
-    "head": 0.3,
     "kernel_start_s": 0.7,
     "collective_start_s": 1.5,
     "optimizer": 0.5,

@@ -11,7 +11,7 @@ from megatron_memx.cost.activations import footprint
 from megatron_memx.cost.communication import all_reduce_s
 from megatron_memx.cost.compute import Product, UnitWork, unit_work
 from megatron_memx.cost.efficiency import Efficiency, assumed, reached_links
-from megatron_memx.cost.units import HEAD, MASK, StepCost, UnitCost, UnitKey
+from megatron_memx.cost.units import MASK, StepCost, UnitCost, UnitKey
 from megatron_memx.job import Job
 
 # Intervals say how rough a roofline is.
@@ -100,8 +100,7 @@ class CatalogueProvider:
             # The backward pass has two kernels for one, but no more collectives.
             (1 + repeats) * start_s + repeats * collect_s,
         )
-        more = reach.head if key.unit == HEAD else 1.0
-        return forward * more, backward * more
+        return forward, backward
 
     def _tensor_link(self, key: UnitKey) -> Link:
         ranks = self.cluster.ranks_of_kind(key.kind)

@@ -47,10 +47,13 @@ def one(tmp_path: Path, **changes: object) -> Run:
     return runs[0]
 
 
-def sweep() -> list[dict[str, object]]:
+def sweep(seq: int = 1024) -> list[dict[str, object]]:
     """Sizes and micro-batches of one model on eight GPUs, as a team would sweep them."""
     return [
-        {"tp": tp, "pp": pp, "dp": 8 // tp // pp, "mbs": mbs, "hidden": hidden, "ffn": 4 * hidden}
+        {
+            **{"tp": tp, "pp": pp, "dp": 8 // tp // pp, "mbs": mbs},
+            **{"hidden": hidden, "ffn": 4 * hidden, "seq": seq},
+        }
         for tp in (1, 2, 4)
         for pp in (1, 2)
         for mbs in (1, 2)
@@ -58,9 +61,9 @@ def sweep() -> list[dict[str, object]]:
     ]
 
 
-def measured_by(tmp_path: Path, steps: Mapping[str, float]) -> list[Run]:
+def measured_by(tmp_path: Path, steps: Mapping[str, float], seq: int = 1024) -> list[Run]:
     """The sweep, 'measured' by the engine itself on a device with other efficiencies."""
-    runs, _ = read_runs(write(tmp_path / "sweep.csv", *sweep()))
+    runs, _ = read_runs(write(tmp_path / "sweep.csv", *sweep(seq)))
     made = []
     for run in runs:
         engine = Engine(make_case(run, Setting()))
@@ -71,7 +74,7 @@ def measured_by(tmp_path: Path, steps: Mapping[str, float]) -> list[Run]:
                 "peak_mem_gib": engine.memory_bytes(value) / 2**30,
             }
         )
-    rows = [{**row, **told} for row, told in zip(sweep(), made, strict=True)]
+    rows = [{**row, **told} for row, told in zip(sweep(seq), made, strict=True)]
     return read_runs(write(tmp_path / "measured.csv", *rows))[0]
 
 
@@ -195,9 +198,9 @@ def test_a_fit_finds_the_terms_that_made_the_measurements(tmp_path: Path) -> Non
 
 
 def test_memory_terms_are_found_too(tmp_path: Path) -> None:
-    runs = measured_by(tmp_path, {"activations": 2.0, "reserved_bytes": 2.0})
-    assert evaluate(runs, budget=0)["memory"]["mape"] > 0.10
-    assert evaluate(runs, budget=8)["memory"]["mape"] < 0.02
+    runs = measured_by(tmp_path, {"activations": 2.0, "reserved_bytes": 2.0}, seq=8192)
+    before = evaluate(runs, budget=0)["memory"]["mape"]
+    assert evaluate(runs, budget=8)["memory"]["mape"] < 0.3 * before
 
 
 def test_a_group_smaller_than_the_budget_fits_nothing_and_says_so(tmp_path: Path) -> None:
