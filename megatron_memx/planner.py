@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_memx.cache.signature import PLANNER_VERSION, signature
 from megatron_memx.cluster import Cluster, Link
@@ -20,6 +20,9 @@ from megatron_memx.pins import Constraints, constraints
 from megatron_memx.plan import Plan, Prediction, Stage, StagePrediction
 from megatron_memx.profile.design import LINK
 from megatron_memx.profile.store import OK, ProfileRow, digest
+
+if TYPE_CHECKING:
+    from megatron_memx.cost.units import UnitProvider
 
 DEFAULT_MARGIN = 0.05
 
@@ -137,18 +140,10 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
     Raises:
         InfeasibleError: Nothing fits.
     """
-    from megatron_memx.cost.prior import CatalogueProvider
-    from megatron_memx.cost.units import UnitProvider
     from megatron_memx.search.search import SearchRequest, search
 
     cluster = with_measured_links(request.cluster, rows)
-    provider: UnitProvider
-    if any(rows.values()):
-        from megatron_memx.predictor.model import FittedProvider
-
-        provider = FittedProvider(request.job, cluster, rows)
-    else:
-        provider = CatalogueProvider(request.job, cluster)
+    provider = provider_for(request.job, cluster, rows)
     result = search(
         SearchRequest(
             job=request.job,
@@ -219,6 +214,19 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
         runners_up=result.runners_up,
         rejected=result.rejected,
     )
+
+
+def provider_for(
+    job: Job, cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]
+) -> UnitProvider:
+    """Return what predicts units: fitted to the measurements, or from the catalogue alone."""
+    if any(rows.values()):
+        from megatron_memx.predictor.model import FittedProvider
+
+        return FittedProvider(job, cluster, rows)
+    from megatron_memx.cost.prior import CatalogueProvider
+
+    return CatalogueProvider(job, cluster)
 
 
 def with_measured_links(cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]) -> Cluster:

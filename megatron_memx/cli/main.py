@@ -10,6 +10,7 @@ from megatron_memx.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, MemX
 # Name -> what it does. The module is ``megatron_memx.cli.<name>_command`` with ``run(arguments)``.
 SUBCOMMANDS = {
     "plan": "plan without launching: memx plan --cluster FILE -- <Megatron arguments>",
+    "predict": "time and memory of one configuration: memx predict --cluster FILE -- <arguments>",
     "cluster": "check a cluster file and show its nodes and devices",
     "evaluate": "score predictions against measured runs after fitting on a few of them",
     "cache": "list, show and prune the cached plans",

@@ -55,6 +55,15 @@ class RankMemory:
     breakdown_bytes: Mapping[str, int]
 
 
+def oom_probability(memory: RankMemory, capacity_bytes: int) -> float:
+    """Return the probability that the peak exceeds the capacity: normal about the prediction."""
+    sigma_bytes = (memory.high_bytes - memory.peak_bytes) / 2
+    room_bytes = capacity_bytes - memory.peak_bytes
+    if sigma_bytes <= 0:
+        return float(room_bytes < 0)
+    return math.erfc(room_bytes / sigma_bytes / math.sqrt(2)) / 2
+
+
 def stage_parameters(job: Job, sizes: ParallelSizes, chunks: Sequence[Chunk]) -> tuple[int, int]:
     """Return (dense, expert) parameters that one rank of the stage holds."""
     model, tp = job.model, sizes.tensor_model_parallel_size
