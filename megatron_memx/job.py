@@ -35,7 +35,7 @@ _SWITCH_PINS = (
     "account_for_loss_in_pipeline_split",
 )
 # Options that change neither time nor memory nor legality: they stay out of the signature.
-_IRRELEVANT = frozenset(
+IRRELEVANT = frozenset(
     (
         "load save save_interval data_path train_data_path valid_data_path test_data_path "
         "mock_data split data_cache_path lr min_lr lr_decay_iters lr_decay_style lr_warmup_iters "
@@ -184,7 +184,7 @@ def parse_job(words: Sequence[str]) -> Job:
         train=train,
         pins=_pins(read),
         typed=typed,
-        relevant={k: v for k, v in sorted(typed.items()) if k not in _IRRELEVANT},
+        relevant={k: v for k, v in sorted(typed.items()) if k not in IRRELEVANT},
         notes=tuple(notes),
     )
 

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 from megatron_memx.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, MemXError
 
-# Name -> what it does. The module is ``megatron_memx.cli.<name>_command`` with ``run(arguments)``.
+# Name -> what it does. The module is ``megatron_memx.cli.<name>_command`` with ``run(arguments)``;
+# commands that start processes stand with what starts them.
+_LAUNCHING = frozenset(("profile",))
 SUBCOMMANDS = {
     "plan": "plan without launching: memx plan --cluster FILE -- <Megatron arguments>",
     "predict": "time and memory of one configuration: memx predict --cluster FILE -- <arguments>",
+    "profile": "trace the memory of real Megatron stages without a GPU: memx profile --trace ...",
     "cluster": "check a cluster file and show its nodes and devices",
     "evaluate": "score predictions against measured runs after fitting on a few of them",
     "cache": "list, show and prune the cached plans",
@@ -56,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from importlib import import_module
 
     try:
-        return int(import_module(f"megatron_memx.cli.{name}_command").run(rest))
+        room = "launch" if name in _LAUNCHING else "cli"
+        return int(import_module(f"megatron_memx.{room}.{name}_command").run(rest))
     except MemXError as error:
         print(f"memx {name}: {error}", file=sys.stderr)
         return error.exit_code

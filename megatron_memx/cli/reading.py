@@ -1,4 +1,4 @@
-"""What commands about one job have in common: ``-- <Megatron arguments>`` for a described cluster."""
+"""What commands about one job share: ``-- <Megatron arguments>`` for a described cluster."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def add_facts(parser: CommandParser) -> None:
     parser.add_argument("--cache-dir", help="cache folder with profiles")
 
 
-def read_job(
-    words: Sequence[str], cluster: Cluster, options: Any, parser: CommandParser
-) -> Read:
+def read_job(words: Sequence[str], cluster: Cluster, options: Any, parser: CommandParser) -> Read:
     """Return the request that ``words`` make on ``cluster``.
 
     Raises:
@@ -70,7 +68,7 @@ def read_job(
     from megatron_memx.profile.store import ProfileStore, layer_signature
     from megatron_memx.versions import installed, megatron_version
 
-    memx = parse_options(words)
+    memx = parse_options(list(words))
     job = parse_job([*words, *default_words(cluster.kind_of(0).platform, words)])
     release = options.megatron or megatron_version() or "0.19.2"
     engine = options.transformer_engine == "yes"

@@ -26,7 +26,10 @@ LAYERS = (
     ("launch",),
 )
 # The rank process and the profile's workers are where launching meets the patches.
-RANK_SIDE = {"launch/rank.py", "launch/profile_worker.py", "launch/profile_piece.py"}
+RANK_SIDE = {
+    *("launch/rank.py", "launch/profile_worker.py", "launch/profile_piece.py"),
+    "launch/trace_worker.py",
+}
 HEAVY = {"torch", "megatron", "apex", "transformer_engine"}
 
 
