@@ -146,17 +146,18 @@ def _mask(model: ModelShape, key: UnitKey, element: int) -> Footprint:
 
 
 def mask_units(
-    model: ModelShape, layers: Mapping[UnitKey, int], edge: bool
+    model: ModelShape, layers: Mapping[UnitKey, int], *, embedding: bool, loss: bool
 ) -> tuple[str, dict[str, int]]:
     """Return how a chunk holds masks: the head's class, and the MASK units by class.
 
     Args:
         layers: Layers of the chunk by key.
-        edge: Whether the chunk has the embedding or the loss, and with it the batch's mask.
+        embedding, loss: Whether the chunk has them, and with either of them the batch's mask.
     """
-    if edge and model.attention_mask_in_dataloader:
+    if (embedding or loss) and model.attention_mask_in_dataloader:
         kept = "full" if any(keeps_mask(model, one) for one in layers) else "none"
-        return kept, {kept: 1}
+        # A mask that nothing keeps is part of the batch that the head stands beside.
+        return kept, {} if loss and kept == "none" else {kept: 1}
     own = sum(
         count
         for one, count in layers.items()

@@ -231,23 +231,35 @@ class Layer:
             ledger.swap(wide, wide)
         ledger.add(out, self.activation_saved())
         if self.moe is not None:
-            # Sent, received, sorted (kept), the experts' output, sorted back: all alive at once.
-            ledger.add(self.router_saved(), 5 * self.sent)
-            ledger.drop(4 * self.sent)
+            alive = self._dispatched()
+            ledger.add(self.router_saved(), alive)
+            ledger.drop(alive - self.sent)
         self._row_forward(ledger)
         if "mlp" in modules:
             ledger.drop(wide, out, self.activation_saved())
         if "layernorm" in modules:
             ledger.drop(self.hidden)
 
+    def _dispatched(self) -> float:
+        """Bytes of the tokens' copies that live when the experts' output is on its way back.
+
+        Sent; received, where others send; sorted by expert, which is kept, after a gather among
+        the ranks of an expert; the output; sorted back; reduced among those ranks.
+        """
+        assert self.moe is not None
+        sorting = self.moe.num_experts > self.key.ep
+        own = self.sent / self.key.etp
+        copies = 1 + sorting + (sorting or self.key.etp > 1)
+        return own * (1 + (self.key.ep > 1) + (self.key.etp > 1)) + self.sent * copies
+
     def _row_forward(self, ledger: Ledger) -> None:
         """Product, reduction, bias, dropout and residual; the sum is the next norm's input."""
         ledger.add(self.whole)
         if self.key.sequence_parallel:
             ledger.swap(self.hidden, self.whole)
-        if self.model.hidden_dropout > 0:
-            ledger.add(self.hidden, self.dropout_mask)
-        ledger.swap(self.hidden, self.hidden * (1 + (self.model.hidden_dropout > 0)))
+        # One fused kernel: the mask and the sum are all that it leaves.
+        ledger.add(self.dropout_mask)
+        ledger.swap(self.hidden, self.hidden)
 
     def _unfused_forward(self, ledger: Ledger, inputs: float) -> None:
         scores, engine = self.scores, self.model.transformer_impl != "local"
@@ -293,7 +305,7 @@ class Layer:
         local = moe.num_experts / self.key.ep
         each = self.model.hidden_size * moe.ffn_hidden_size / self.key.etp * self.element
         gradient = self.hidden * (self.model.hidden_dropout > 0)
-        ledger.add(gradient)
+        ledger.swap(gradient, self.dropout_mask)
         ledger.add(self.sent)
         ledger.swap(self.sent, self.sent)
         # The experts' input gradients gather while what they kept is freed.
@@ -336,7 +348,7 @@ class Layer:
         size = 0.0
         if self.model.hidden_dropout > 0:
             size = self.hidden
-            ledger.add(size)
+            ledger.swap(size, self.dropout_mask)
         if self.key.sequence_parallel:
             ledger.swap(self.gathered, size)
             size = self.gathered
@@ -355,7 +367,7 @@ class Layer:
     def _norm_backward(self, ledger: Ledger) -> None:
         """Norm, then the sum with the residual's gradient."""
         ledger.swap(self.hidden, self.hidden, self.norm_saved())
-        ledger.swap(self.hidden, self.hidden, self.hidden, self.dropout_mask)
+        ledger.swap(self.hidden, self.hidden, self.hidden)
 
     def _unfused_backward(self, ledger: Ledger) -> None:
         """From the context's gradient, of the size of the queries, to that of the projection."""

@@ -163,7 +163,7 @@ def chunk_cost(
         modules = policy.modules if recompute == "selective" else ()
         one = key(unit, recompute, modules)
         counts[one] = counts.get(one, 0) + 1
-    mask, masks = mask_units(job.model, counts, chunk.embedding or chunk.loss)
+    mask, masks = mask_units(job.model, counts, embedding=chunk.embedding, loss=chunk.loss)
     for name, count in masks.items():
         counts[key(MASK, name)] = count
     counts[key(CHUNK)] = 1
@@ -192,6 +192,11 @@ def chunk_cost(
         transient[place] = max(transient[place], extra)
         sigma = max(sigma, cost.log_sigma)
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
+    if any(saved[_RECOMPUTED + 1 :]):
+        # What a checkpoint gave stands beside its own backward pass.
+        transient[_RECOMPUTED] += Layer(
+            job.model, _layer_key(job, sizes), job.train.parameter_bytes
+        ).hidden
     if chunk.embedding and chunk.loss:
         tied = tied_gradient_bytes(
             job.model, sizes.tensor_model_parallel_size, job.train.parameter_bytes
@@ -214,6 +219,7 @@ def chunk_cost(
 # given its activations back, so that its working memory does not add to theirs.
 _PLACES = ("embedding", "recomputed layers", "other layers", "mtp", "head")
 NUM_PLACES = len(_PLACES)
+_RECOMPUTED = _PLACES.index("recomputed layers")
 HEAD_PLACE = NUM_PLACES - 1
 
 
