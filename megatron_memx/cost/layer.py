@@ -29,6 +29,7 @@ class Layer:
         self.dropout_mask = rows * h * (model.hidden_dropout > 0)
         heads = model.num_attention_heads / tp
         groups = max(model.num_query_groups / tp, 1.0)
+        self.several_groups = groups > 1
         self.grouped = model.num_attention_heads > model.num_query_groups and heads > groups
         self.query = tokens * heads * model.kv_channels * element
         self.key_value = tokens * groups * model.kv_channels * element
@@ -60,8 +61,8 @@ class Layer:
         if self.rotary:
             # Rotated queries and keys are new; the values are a view of the projection.
             return self.query + self.key_value + self.projected
-        # Grouped queries are copied out of the projection.
-        return self.projected + self.query * self.grouped
+        # Queries of several groups are copied out of the projection; those of one are a view.
+        return self.projected + self.query * (self.grouped and self.several_groups)
 
     def core_saved(self) -> float:
         """What the attention keeps, its inputs and output included."""
@@ -308,14 +309,16 @@ class Layer:
         ledger.swap(gradient, self.dropout_mask)
         ledger.add(self.sent)
         ledger.swap(self.sent, self.sent)
-        # The experts' input gradients gather while what they kept is freed.
+        # The experts' input gradients gather while what they kept is freed, one by one.
+        kept, rest = wide + out + self.activation_saved(), 1 - 1 / local
         ledger.add(out / local, each)
-        ledger.drop(each)
-        ledger.add(wide / local)
+        ledger.drop(each, out / local)
+        ledger.swap(wide / local, out / local, (kept - out) / local)
         ledger.add(self.sent / local, each * self.halves)
-        ledger.drop(out / local, wide / local, each * self.halves, self.sent / local)
-        ledger.add(self.sent)
-        ledger.drop(wide, out, self.activation_saved(), self.sent)
+        ledger.drop(wide / local, each * self.halves)
+        ledger.drop(rest * kept)
+        ledger.add(rest * self.sent)
+        ledger.drop(self.sent)
         ledger.swap(self.sent, self.sent, self.sent)
         ledger.swap(self.sent, self.sent)
         ledger.swap(self.whole, self.sent)

@@ -252,7 +252,7 @@ def boundary_tensors(pp: int, vpp: int, num_microbatches: int, rank: int) -> int
         # On the last stage the activation received before still stands beside the loss's pass.
         return int(rank > 0 and num_microbatches > pp - rank) * (2 if rank == pp - 1 else 1)
     if num_microbatches < 2 * pp:
-        return 0
+        return 3 * (rank == pp - 1)
     return 3 if rank in (0, pp - 1) else 6
 
 
