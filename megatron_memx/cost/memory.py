@@ -192,9 +192,9 @@ def chunk_cost(
         transient[place] = max(transient[place], extra)
         sigma = max(sigma, cost.log_sigma)
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
-    if any(saved[_RECOMPUTED + 1 :]):
-        # What a checkpoint gave stands beside its own backward pass.
-        transient[_RECOMPUTED] += Layer(
+    if any(saved[RECOMPUTED_PLACE + 1 :]):
+        # What a checkpoint gave to those behind stands beside its own backward pass.
+        transient[RECOMPUTED_PLACE] += Layer(
             job.model, _layer_key(job, sizes), job.train.parameter_bytes
         ).hidden
     if chunk.embedding and chunk.loss:
@@ -219,7 +219,7 @@ def chunk_cost(
 # given its activations back, so that its working memory does not add to theirs.
 _PLACES = ("embedding", "recomputed layers", "other layers", "mtp", "head")
 NUM_PLACES = len(_PLACES)
-_RECOMPUTED = _PLACES.index("recomputed layers")
+RECOMPUTED_PLACE = _PLACES.index("recomputed layers")
 HEAD_PLACE = NUM_PLACES - 1
 
 

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from megatron_memx.cluster import Cluster
 from megatron_memx.cost.activations import masks_itself, tied_gradient_bytes
+from megatron_memx.cost.layer import Layer
 from megatron_memx.cost.memory import (
     NUM_PLACES,
+    RECOMPUTED_PLACE,
     border_bytes,
     buffers,
     data_parallel_sizes,
@@ -253,7 +255,8 @@ class Tables:
     def _masks(
         self,
         key: Callable[..., UnitKey],
-        edge: bool,
+        embedding: bool,
+        loss: bool,
     ) -> dict[str, Array]:
         """Return the MASK units of each row by class; see ``activations.mask_units``."""
         rows = self.rows
@@ -269,10 +272,10 @@ class Tables:
             if masks_itself(self._job.model, key(LAYER, name, modules)):
                 plain = plain + rest
             checkpointed = checkpointed | ((rest > 0) & ("core_attn" in modules))
-        if not (edge and self._job.model.attention_mask_in_dataloader):
+        if not ((embedding or loss) and self._job.model.attention_mask_in_dataloader):
             return {"selective": plain}
         kept = (checkpointed | (plain > 0)).astype(float)
-        return {"full": kept, "none": 1.0 - kept}
+        return {"full": kept} if loss else {"full": kept, "none": 1.0 - kept}
 
     def _chunk_table(
         self,
@@ -330,7 +333,7 @@ class Tables:
                 extra = np.where(count > 0, extra, 0.0)
                 transient[place] = np.maximum(transient[place], extra)
                 sigma = np.where(count > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
-        masks = self._masks(key, embedding or loss)
+        masks = self._masks(key, embedding, loss)
         kept_mask = masks.get("full", np.ones(size))
         counted: list[tuple[UnitKey, Array]] = [(key(CHUNK), np.ones(size))]
         if embedding:
@@ -350,6 +353,9 @@ class Tables:
             extra = np.where(times > 0, cost.transient_bytes, 0.0)
             transient[place] = np.maximum(transient[place], extra)
             sigma = np.where(times > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
+        behind = np.sum(saved[RECOMPUTED_PLACE + 1 :], axis=0) > 0
+        output = Layer(model, key(LAYER), self._job.train.parameter_bytes).hidden
+        transient[RECOMPUTED_PLACE] += output * behind
         if embedding and loss:
             tied = tied_gradient_bytes(model, tp, self._job.train.parameter_bytes)
             for place, more in enumerate(waiting_gradients(tied)):
