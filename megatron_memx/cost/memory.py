@@ -36,14 +36,24 @@ from megatron_memx.plan import Chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkCost:
-    """Cost of one chunk for one micro-batch (see :class:`~megatron_memx.cost.units.UnitCost`)."""
+    """Cost of one chunk for one micro-batch (see :class:`~megatron_memx.cost.units.UnitCost`).
+
+    Args:
+        transient_bytes: Working memory of its backward pass.
+        loss_bytes: Working memory where its forward pass ends in the loss.
+    """
 
     forward_s: float
     backward_s: float
     saved_bytes: float
     transient_bytes: float
+    loss_bytes: float
     log_sigma: float
     memory_log_sigma: float
+
+    def working_bytes(self, forward: bool) -> float:
+        """Return the working memory of a moment (:class:`~megatron_memx.cost.pipeline.Moment`)."""
+        return self.loss_bytes if forward else self.transient_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +202,7 @@ def chunk_cost(
         transient[place] = max(transient[place], extra)
         sigma = max(sigma, cost.log_sigma)
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
-    if any(saved[RECOMPUTED_PLACE + 1 :]):
+    if any(saved[RECOMPUTED_PLACE + 1 : HEAD_PLACE]):
         # What a checkpoint gave to those behind stands beside its own backward pass.
         transient[RECOMPUTED_PLACE] += Layer(
             job.model, _layer_key(job, sizes), job.train.parameter_bytes
@@ -208,8 +218,9 @@ def chunk_cost(
         backward_s=backward,
         saved_bytes=sum(saved),
         transient_bytes=max(
-            transient[place] - sum(saved[place + 1 :]) for place in range(len(_PLACES))
+            transient[place] - sum(saved[place + 1 :]) for place in range(HEAD_PLACE)
         ),
+        loss_bytes=transient[HEAD_PLACE],
         log_sigma=sigma,
         memory_log_sigma=memory_sigma,
     )
@@ -242,29 +253,9 @@ def buffers(job: Job, sizes: ParallelSizes) -> int:
     return int(buffer_bytes(job.model, key, job.train.parameter_bytes) + angles)
 
 
-def boundary_tensors(pp: int, vpp: int, num_microbatches: int, rank: int) -> int:
-    """Return how many activations of a stage's border stand beside what its layers hold.
-
-    The gradient last sent lives until the next one is made. The interleaved schedule also receives
-    ahead; how much of that falls on the fullest moment was read off traces of it.
-    """
-    if vpp == 1:
-        # On the last stage the activation received before still stands beside the loss's pass.
-        return int(rank > 0 and num_microbatches > pp - rank) * (2 if rank == pp - 1 else 1)
-    if num_microbatches < 2 * pp:
-        return 3 * (rank == pp - 1)
-    return 3 if rank in (0, pp - 1) else 6
-
-
-def border_bytes(job: Job, sizes: ParallelSizes, rank: int) -> float:
-    """Return the bytes of :func:`boundary_tensors` of a pipeline rank."""
-    count = boundary_tensors(
-        sizes.pipeline_model_parallel_size,
-        sizes.virtual_pipeline_model_parallel_size,
-        sizes.num_microbatches,
-        rank,
-    )
-    return count * Layer(job.model, _layer_key(job, sizes), job.train.parameter_bytes).hidden
+def border_bytes(job: Job, sizes: ParallelSizes) -> float:
+    """Return the bytes of an activation, or its gradient, at a stage's border."""
+    return Layer(job.model, _layer_key(job, sizes), job.train.parameter_bytes).hidden
 
 
 def waiting_gradients(tied_bytes: float) -> tuple[float, ...]:
@@ -326,17 +317,17 @@ def rank_memory(
         sizes.num_microbatches,
         pipeline_rank,
     )
+    border = border_bytes(job, sizes)
     activations, transient = max(
         (
             (
-                sum(count * cost.saved_bytes for count, cost in zip(state, costs, strict=True)),
-                costs[chunk].transient_bytes,
+                sum(count * cost.saved_bytes for count, cost in zip(moment.held, costs, strict=True)),
+                costs[moment.chunk].working_bytes(moment.forward) + moment.borders * border,
             )
-            for state, chunk in moments
+            for moment in moments
         ),
         key=sum,
     )
-    transient += border_bytes(job, sizes, pipeline_rank)
     stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
     uncertain = activations + transient
     peak = static + max(uncertain, stepping)

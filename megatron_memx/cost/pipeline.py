@@ -30,17 +30,20 @@ class PipelineTime:
     finish_s: tuple[float, ...]
 
 
+def _warmup(pp: int, vpp: int, num_microbatches: int, rank: int) -> int:
+    """Return how many forward passes come before the first pair of passes."""
+    ahead = pp - rank - 1
+    return min(num_microbatches * vpp, ahead if vpp == 1 else 2 * ahead + (vpp - 1) * pp)
+
+
 @lru_cache(maxsize=4096)
 def order(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[int, int, int], ...]:
     """Return the (FORWARD or BACKWARD, micro-batch, chunk) events of one pipeline rank."""
-    m = num_microbatches
+    m, warmup = num_microbatches, _warmup(pp, vpp, num_microbatches, rank)
     if vpp == 1:
-        warmup = min(m, pp - rank - 1)
         forward = [(FORWARD, i, 0) for i in range(m)]
         backward = [(BACKWARD, i, 0) for i in range(m)]
     else:
-        total = m * vpp
-        warmup = min(total, 2 * (pp - rank - 1) + (vpp - 1) * pp)
         table = [
             (group * pp + i, chunk)
             for group in range(-(-m // pp))
@@ -58,37 +61,104 @@ def order(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[tuple[in
     return tuple(events)
 
 
-@lru_cache(maxsize=4096)
-def full_moments(
-    pp: int, vpp: int, num_microbatches: int, rank: int
-) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Return every moment at which a rank may hold most.
+@dataclass(frozen=True, order=True, slots=True)
+class Moment:
+    """A moment at which a rank may hold most.
 
-    A moment is the micro-batches that each chunk holds, and the chunk whose forward pass has just
-    filled it or whose backward pass is about to begin. Moments that another one covers are left
-    out.
+    Args:
+        held: Micro-batches that each chunk holds.
+        chunk: The chunk at work.
+        forward: Whether its forward pass ends; else its backward pass is under way.
+        borders: Activations, or their gradients, of the stage's borders that live beside.
+    """
+
+    held: tuple[int, ...]
+    chunk: int
+    forward: bool
+    borders: int
+
+    def covers(self, other: Moment) -> bool:
+        """Return whether this moment holds at least what the other does."""
+        return (
+            self.chunk == other.chunk
+            and self.forward == other.forward
+            and self.borders >= other.borders
+            and all(more >= less for more, less in zip(self.held, other.held, strict=True))
+        )
+
+
+@lru_cache(maxsize=4096)
+def full_moments(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Moment, ...]:
+    """Return every moment at which a rank may hold most, but those that another one covers.
+
+    A forward pass matters where it begins with the embedding or ends in the loss: elsewhere a
+    backward pass with as much held follows.
     """
     held = [0] * vpp
-    moments: set[tuple[tuple[int, ...], int]] = set()
-    for kind, _, chunk in order(pp, vpp, num_microbatches, rank):
+    moments: set[Moment] = set()
+    events = order(pp, vpp, num_microbatches, rank)
+    borders = _borders(pp, vpp, num_microbatches, rank)
+    for (kind, _, chunk), beside in zip(events, borders, strict=True):
         if kind == FORWARD:
             held[chunk] += 1
-            moments.add((tuple(held), chunk))
-        else:
-            moments.add((tuple(held), chunk))
+        if kind == BACKWARD or (rank, chunk) in ((0, 0), (pp - 1, vpp - 1)):
+            moments.add(Moment(tuple(held), chunk, kind == FORWARD, beside))
+        if kind == BACKWARD:
             held[chunk] -= 1
     return tuple(
         sorted(
-            (state, chunk)
-            for state, chunk in moments
-            if not any(
-                same == chunk
-                and other != state
-                and all(o >= s for o, s in zip(other, state, strict=True))
-                for other, same in moments
-            )
+            moment
+            for moment in moments
+            if not any(other != moment and other.covers(moment) for other in moments)
         )
     )
+
+
+def _borders(pp: int, vpp: int, num_microbatches: int, rank: int) -> list[int]:
+    """Return, for each event, how many activations of the borders live beside the layers' own.
+
+    They are what variables and lists of the schedule hold at that time: what was received ahead,
+    what was sent, and a micro-batch's input, with its gradient, that outlives its backward pass.
+    The gradient that a backward pass begins with is counted with it.
+    """
+    if pp == 1:
+        return [0] * (2 * num_microbatches)
+    events = order(pp, vpp, num_microbatches, rank)
+    warmup = _warmup(pp, vpp, num_microbatches, rank)
+    total = len(events) // 2
+    paired = warmup + 2 * (total - warmup)
+    forwards = [event[1:] for event in events if event[0] == FORWARD]
+    first, last = (0 if rank == 0 else -1), (vpp - 1 if rank == pp - 1 else -1)
+    latest: dict[int, tuple[int, int]] = {}  # The input of each chunk's latest forward pass.
+    done: set[tuple[int, int]] = set()
+    sent: set[tuple[int, int]] = set()  # The gradient sent last lives until the next is made.
+    # The input received last before the pairs stays in its variable to the end.
+    stays = forwards[warmup : warmup + 1] if vpp > 1 else []
+    found = []
+    for at, (kind, i, chunk) in enumerate(events):
+        steady = warmup <= at < paired
+        if kind == FORWARD:
+            before = latest.get(chunk)
+            latest[chunk] = (i, chunk)
+            inputs = {*latest.values(), *stays} & done
+            if vpp == 1 and before in done:
+                # Behind the last output hangs its input.
+                inputs.add(before)
+            beside = 0
+            if steady and last != events[at + 1][2] and (vpp > 1 or done):
+                beside += 1  # The gradient received for the backward pass to come, or the last.
+        else:
+            inputs = {*latest.values(), *stays} & done
+            beside = 0
+            if steady and vpp > 1:
+                beside += events[at - 1][2] != last  # The output on its way.
+                beside += at + 1 < paired and events[at + 1][2] != first  # The input to come.
+        inputs = {one for one in inputs if one[1] != first}
+        found.append(len(inputs) + len(inputs | sent) + beside)
+        if kind == BACKWARD:
+            done.add((i, chunk))
+            sent = {(i, chunk)} if chunk != first else set()
+    return found
 
 
 def extrapolate(

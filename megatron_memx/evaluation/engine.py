@@ -76,8 +76,8 @@ class Engine:
             varying = memory["activations"] + memory["working"]
             kept = sum(
                 max(
-                    held[v]
-                    for held, _ in full_moments(
+                    moment.held[v]
+                    for moment in full_moments(
                         pp,
                         sizes.virtual_pipeline_model_parallel_size,
                         sizes.num_microbatches,

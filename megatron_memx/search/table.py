@@ -17,6 +17,7 @@ from megatron_memx.cluster import Cluster
 from megatron_memx.cost.activations import masks_itself, tied_gradient_bytes
 from megatron_memx.cost.layer import Layer
 from megatron_memx.cost.memory import (
+    HEAD_PLACE,
     NUM_PLACES,
     RECOMPUTED_PLACE,
     border_bytes,
@@ -93,7 +94,12 @@ class ChunkTable:
     busy_s: Array
     saved_bytes: Array
     transient_bytes: Array
+    loss_bytes: Array
     memory_log_sigma: Array
+
+    def working_bytes(self, forward: bool) -> Array:
+        """Return the working memory of a moment (:class:`~megatron_memx.cost.pipeline.Moment`)."""
+        return self.loss_bytes if forward else self.transient_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,18 +177,20 @@ class Tables:
         static = static + np.floor(updated * train.optimizer_bytes) + buffers(job, sizes)
         saved = np.stack([table.saved_bytes for table in tables])
         moments = full_moments(pp, vpp, sizes.num_microbatches, rank)
+        border = border_bytes(job, sizes)
         fullest = np.max(
             [
-                np.array(state, dtype=float) @ saved + tables[chunk].transient_bytes
-                for state, chunk in moments
+                np.array(moment.held, dtype=float) @ saved
+                + tables[moment.chunk].working_bytes(moment.forward)
+                + moment.borders * border
+                for moment in moments
             ],
             axis=0,
         )
-        border = border_bytes(job, sizes, rank)
         sigma = np.max([table.memory_log_sigma for table in tables], axis=0)
         step = self._provider.step(kind)
         stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
-        uncertain = np.maximum(fullest + border, stepping)
+        uncertain = np.maximum(fullest, stepping)
         peak = np.floor(static + uncertain)
         high = np.floor(static + uncertain * (1 + 2 * sigma))
         capacity = self._cluster.kinds[kind].capacity_bytes
@@ -353,7 +361,7 @@ class Tables:
             extra = np.where(times > 0, cost.transient_bytes, 0.0)
             transient[place] = np.maximum(transient[place], extra)
             sigma = np.where(times > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
-        behind = np.sum(saved[RECOMPUTED_PLACE + 1 :], axis=0) > 0
+        behind = np.sum(saved[RECOMPUTED_PLACE + 1 : HEAD_PLACE], axis=0) > 0
         output = Layer(model, key(LAYER), self._job.train.parameter_bytes).hidden
         transient[RECOMPUTED_PLACE] += output * behind
         if embedding and loss:
@@ -361,11 +369,12 @@ class Tables:
             for place, more in enumerate(waiting_gradients(tied)):
                 transient[place] += more
         working = [
-            transient[place] - np.sum(saved[place + 1 :], axis=0) for place in range(NUM_PLACES)
+            transient[place] - np.sum(saved[place + 1 :], axis=0) for place in range(HEAD_PLACE)
         ]
         return ChunkTable(
             busy_s=busy,
             saved_bytes=np.sum(saved, axis=0),
             transient_bytes=np.max(working, axis=0),
+            loss_bytes=transient[HEAD_PLACE],
             memory_log_sigma=sigma,
         )
