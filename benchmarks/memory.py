@@ -146,7 +146,7 @@ def main() -> int:
                 "worst": max(errors),
             }
     known = [shape for shape in shapes if "error" in shape]
-    result["furthest"] = sorted(known, key=lambda s: -abs(s["error"]))[:25]
+    result["furthest"] = sorted(known, key=lambda s: -abs(s["error"]))[:5]
     if options.json:
         print(json.dumps(result, indent=1))
         return 0

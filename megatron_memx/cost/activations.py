@@ -24,7 +24,7 @@ def footprint(model: ModelShape, key: UnitKey, element_bytes: int) -> Footprint:
     if key.unit == CHUNK:
         return Footprint(saved_bytes=0.0, forward_bytes=0.0, backward_bytes=0.0)
     if key.unit == MASK:
-        return _mask(model, key, element_bytes)
+        return _mask(key)
     if key.unit == EMBEDDING:
         return _embedding(model, key, element_bytes)
     if key.unit == HEAD:
@@ -53,13 +53,13 @@ def _embedding(model: ModelShape, key: UnitKey, element: int) -> Footprint:
     backward.add(table)
     return Footprint(
         saved_bytes=float(saved),
-        forward_bytes=saved + 3 * whole,
+        forward_bytes=3 * whole,
         backward_bytes=backward.peak,
     )
 
 
 def _head(model: ModelShape, key: UnitKey, element: int) -> Footprint:
-    """Head and loss; with ``recompute`` other than none, layers keep the batch's mask already."""
+    """Final norm, output layer and loss."""
     tokens = key.micro_batch_size * key.seq_length
     rows = tokens / (key.tp if key.sequence_parallel else 1)
     hidden = rows * model.hidden_size * element
@@ -72,8 +72,6 @@ def _head(model: ModelShape, key: UnitKey, element: int) -> Footprint:
     small = tokens * (1 + _INDEX + 4)  # target mask, targets, loss
     saved = 2 * hidden + statistics + wide + small
     batch = tokens * (3 * _INDEX + 4.0)
-    if model.attention_mask_in_dataloader and key.recompute == "none":
-        batch += tokens * key.seq_length * key.cp
     single = element == 4  # the loss then works on the logits themselves
     forward = 2 * hidden + statistics + batch + small + wide + logits * (not single)
     weight = vocab * model.hidden_size * element
@@ -87,7 +85,7 @@ def _head(model: ModelShape, key: UnitKey, element: int) -> Footprint:
     backward.add(weight)
     return Footprint(
         saved_bytes=saved,
-        forward_bytes=max(forward, saved + batch),
+        forward_bytes=max(forward - saved, batch),
         backward_bytes=backward.peak,
     )
 
@@ -98,7 +96,7 @@ def _mtp(model: ModelShape, key: UnitKey, element: int, layer: Layer) -> Footpri
     saved = inner.saved_bytes + joined + head.saved_bytes
     return Footprint(
         saved_bytes=saved,
-        forward_bytes=saved + head.forward_bytes - head.saved_bytes,
+        forward_bytes=head.forward_bytes,
         backward_bytes=max(head.backward_bytes, inner.backward_bytes),
     )
 
@@ -131,39 +129,34 @@ def angles_bytes(model: ModelShape) -> float:
     return 4.0 * model.seq_length * model.kv_channels
 
 
-def _mask(model: ModelShape, key: UnitKey, element: int) -> Footprint:
+def _mask(key: UnitKey) -> Footprint:
     """The attention mask: the batch's (kept by a checkpoint or not), or one that a layer makes."""
     if key.recompute == "selective":
         own = float(key.seq_length**2)
         # Made in single precision, twice, before it is one byte.
-        return Footprint(saved_bytes=own, forward_bytes=9 * own, backward_bytes=0.0)
+        return Footprint(saved_bytes=own, forward_bytes=8 * own, backward_bytes=0.0)
     mask = float(key.micro_batch_size * key.seq_length**2 * key.cp)
     if key.recompute == "full":
-        return Footprint(saved_bytes=mask, forward_bytes=mask, backward_bytes=0.0)
+        return Footprint(saved_bytes=mask, forward_bytes=0.0, backward_bytes=0.0)
     # No layer keeps it, but it lives until the forward pass has ended.
-    hidden = 2 * Layer(model, key, element).hidden
-    return Footprint(saved_bytes=0.0, forward_bytes=mask + hidden, backward_bytes=0.0)
+    return Footprint(saved_bytes=0.0, forward_bytes=mask, backward_bytes=0.0)
 
 
-def mask_units(
-    model: ModelShape, layers: Mapping[UnitKey, int], *, embedding: bool, loss: bool
-) -> tuple[str, dict[str, int]]:
-    """Return how a chunk holds masks: the head's class, and the MASK units by class.
+def mask_units(model: ModelShape, layers: Mapping[UnitKey, int], *, batch: bool) -> dict[str, int]:
+    """Return the MASK units of a chunk by class.
 
     Args:
         layers: Layers of the chunk by key.
-        embedding, loss: Whether the chunk has them, and with either of them the batch's mask.
+        batch: Whether the chunk gets the batch, and the batch's mask with it.
     """
-    if (embedding or loss) and model.attention_mask_in_dataloader:
-        kept = "full" if any(keeps_mask(model, one) for one in layers) else "none"
-        # A mask that nothing keeps is part of the batch that the head stands beside.
-        return kept, {} if loss and kept == "none" else {kept: 1}
+    if batch and model.attention_mask_in_dataloader:
+        return {"full" if any(keeps_mask(model, one) for one in layers) else "none": 1}
     own = sum(
         count
         for one, count in layers.items()
         if one.recompute != "full" and masks_itself(model, one)
     )
-    return "full", {"selective": own} if own else {}
+    return {"selective": own} if own else {}
 
 
 def masks_itself(model: ModelShape, key: UnitKey) -> bool:

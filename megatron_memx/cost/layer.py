@@ -164,8 +164,8 @@ class Layer:
         self.attention_backward(ledger, modules)
         return Footprint(
             saved_bytes=saved,
-            # Beside it stand the gradients that the last backward pass got and gave.
-            forward_bytes=(saved if full else forward.peak) + 2 * self.hidden,
+            # Under a checkpoint the backward pass, which runs this one again, needs more.
+            forward_bytes=0.0 if full else forward.peak - saved,
             backward_bytes=ledger.peak,
         )
 

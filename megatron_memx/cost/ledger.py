@@ -11,19 +11,14 @@ class Footprint:
 
     Args:
         saved_bytes: Held from the end of its forward to its backward pass.
-        forward_bytes: Most bytes above the level before its forward pass.
-        backward_bytes: Most bytes above the level at which its backward pass begins, the gradient
-            that it gets included.
+        forward_bytes: The most that its forward pass needs above what is saved.
+        backward_bytes: The most that its backward pass needs above what is saved, the gradient
+            that it begins with included.
     """
 
     saved_bytes: float
     forward_bytes: float
     backward_bytes: float
-
-    @property
-    def transient_bytes(self) -> float:
-        """Most bytes above what is saved, in either pass."""
-        return max(self.forward_bytes - self.saved_bytes, self.backward_bytes)
 
 
 class Ledger:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import sub
 
 from megatron_memx.cost.activations import (
     angles_bytes,
@@ -39,21 +40,21 @@ class ChunkCost:
     """Cost of one chunk for one micro-batch (see :class:`~megatron_memx.cost.units.UnitCost`).
 
     Args:
-        transient_bytes: Working memory of its backward pass.
-        loss_bytes: Working memory where its forward pass ends in the loss.
+        forward_bytes: Working memory of its forward pass, when all it saves is counted already.
+        backward_bytes: Working memory of its backward pass.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: float
-    transient_bytes: float
-    loss_bytes: float
+    forward_bytes: float
+    backward_bytes: float
     log_sigma: float
     memory_log_sigma: float
 
     def working_bytes(self, forward: bool) -> float:
         """Return the working memory of a moment (:class:`~megatron_memx.cost.pipeline.Moment`)."""
-        return self.loss_bytes if forward else self.transient_bytes
+        return self.forward_bytes if forward else self.backward_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,61 +174,60 @@ def chunk_cost(
         modules = policy.modules if recompute == "selective" else ()
         one = key(unit, recompute, modules)
         counts[one] = counts.get(one, 0) + 1
-    mask, masks = mask_units(job.model, counts, embedding=chunk.embedding, loss=chunk.loss)
-    for name, count in masks.items():
+    batch = chunk.embedding or chunk.loss
+    for name, count in mask_units(job.model, counts, batch=batch).items():
         counts[key(MASK, name)] = count
     counts[key(CHUNK)] = 1
     if chunk.embedding:
         counts[key(EMBEDDING)] = 1
     if chunk.loss:
-        counts[key(HEAD, mask)] = 1
+        counts[key(HEAD)] = 1
     if chunk.mtp_num_layers:
         counts[key(MTP)] = chunk.mtp_num_layers
-    forward = backward = 0.0
-    sigma = memory_sigma = 0.0
+    forward = backward = sigma = memory_sigma = standing = 0.0
     group = _group(policy, chunk.num_layers)
-    saved = [0.0] * len(_PLACES)
-    transient = [0.0] * len(_PLACES)
+    saved, ahead, behind = ([0.0] * NUM_PLACES for _ in range(3))
     for one, count in counts.items():
         cost = provider.unit(one)
         forward += count * cost.forward_s
         backward += count * cost.backward_s
-        kept, extra = float(count), cost.transient_bytes
+        kept, extra = float(count), cost.backward_bytes
         if one.recompute == "full" and one.unit in (LAYER, MOE_LAYER):
             # A group keeps one input and, in its backward pass, rebuilds all its layers at once.
             kept = math.ceil(count / group)
             extra += (group - 1) * provider.unit(key(one.unit)).saved_bytes
         place = place_of(one)
         saved[place] += kept * cost.saved_bytes
-        transient[place] = max(transient[place], extra)
+        behind[place] = max(behind[place], extra)
+        if stands(one):
+            standing += cost.forward_bytes
+        else:
+            ahead[place] = max(ahead[place], cost.forward_bytes)
         sigma = max(sigma, cost.log_sigma)
         memory_sigma = max(memory_sigma, cost.memory_log_sigma)
     if any(saved[RECOMPUTED_PLACE + 1 : HEAD_PLACE]):
         # What a checkpoint gave to those behind stands beside its own backward pass.
-        transient[RECOMPUTED_PLACE] += Layer(
-            job.model, _layer_key(job, sizes), job.train.parameter_bytes
-        ).hidden
+        behind[RECOMPUTED_PLACE] += border_bytes(job, sizes)
     if chunk.embedding and chunk.loss:
         tied = tied_gradient_bytes(
             job.model, sizes.tensor_model_parallel_size, job.train.parameter_bytes
         )
         waiting = waiting_gradients(tied)
-        transient = [value + more for value, more in zip(transient, waiting, strict=True)]
+        behind = [value + more for value, more in zip(behind, waiting, strict=True)]
+    later = [sum(saved[place + 1 :]) for place in range(NUM_PLACES)]
     return ChunkCost(
         forward_s=forward,
         backward_s=backward,
         saved_bytes=sum(saved),
-        transient_bytes=max(
-            transient[place] - sum(saved[place + 1 :]) for place in range(HEAD_PLACE)
-        ),
-        loss_bytes=transient[HEAD_PLACE],
+        forward_bytes=standing + max(map(sub, ahead, later)),
+        backward_bytes=max(map(sub, behind, later)),
         log_sigma=sigma,
         memory_log_sigma=memory_sigma,
     )
 
 
-# Where a unit stands in the forward pass: its backward pass comes when everything behind it has
-# given its activations back, so that its working memory does not add to theirs.
+# Where a unit stands in the forward pass. While it works, the activations of those behind it are
+# not there yet, or are given back already, so that its working memory does not add to theirs.
 _PLACES = ("embedding", "recomputed layers", "other layers", "mtp", "head")
 NUM_PLACES = len(_PLACES)
 RECOMPUTED_PLACE = _PLACES.index("recomputed layers")
@@ -269,12 +269,17 @@ def waiting_gradients(tied_bytes: float) -> tuple[float, ...]:
 def place_of(key: UnitKey) -> int:
     """Return a unit's place in the order of the forward pass, from 0."""
     if key.unit == MASK:
-        return {"none": HEAD_PLACE, "selective": 2, "full": 0}[key.recompute]
+        return 2 if key.recompute == "selective" else 0
     if key.unit in (CHUNK, EMBEDDING):
         return 0
     if key.unit in (MTP, HEAD):
         return 3 if key.unit == MTP else HEAD_PLACE
     return 1 if key.recompute == "full" else 2
+
+
+def stands(key: UnitKey) -> bool:
+    """Whether a unit's forward bytes stand beside all others' until the forward pass has ended."""
+    return key.unit == MASK and key.recompute == "none"
 
 
 def _group(policy: Recompute, num_layers: int) -> int:
@@ -321,7 +326,9 @@ def rank_memory(
     activations, transient = max(
         (
             (
-                sum(count * cost.saved_bytes for count, cost in zip(moment.held, costs, strict=True)),
+                sum(
+                    count * cost.saved_bytes for count, cost in zip(moment.held, costs, strict=True)
+                ),
                 costs[moment.chunk].working_bytes(moment.forward) + moment.borders * border,
             )
             for moment in moments

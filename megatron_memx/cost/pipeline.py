@@ -68,7 +68,7 @@ class Moment:
     Args:
         held: Micro-batches that each chunk holds.
         chunk: The chunk at work.
-        forward: Whether its forward pass ends; else its backward pass is under way.
+        forward: Whether it is at its forward pass; else at its backward pass.
         borders: Activations, or their gradients, of the stage's borders that live beside.
     """
 
@@ -89,11 +89,7 @@ class Moment:
 
 @lru_cache(maxsize=4096)
 def full_moments(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Moment, ...]:
-    """Return every moment at which a rank may hold most, but those that another one covers.
-
-    A forward pass matters where it begins with the embedding or ends in the loss: elsewhere a
-    backward pass with as much held follows.
-    """
+    """Return every moment at which a rank may hold most, but those that another one covers."""
     held = [0] * vpp
     moments: set[Moment] = set()
     events = order(pp, vpp, num_microbatches, rank)
@@ -101,8 +97,7 @@ def full_moments(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[M
     for (kind, _, chunk), beside in zip(events, borders, strict=True):
         if kind == FORWARD:
             held[chunk] += 1
-        if kind == BACKWARD or (rank, chunk) in ((0, 0), (pp - 1, vpp - 1)):
-            moments.add(Moment(tuple(held), chunk, kind == FORWARD, beside))
+        moments.add(Moment(tuple(held), chunk, kind == FORWARD, beside))
         if kind == BACKWARD:
             held[chunk] -= 1
     return tuple(
@@ -121,9 +116,9 @@ def _borders(pp: int, vpp: int, num_microbatches: int, rank: int) -> list[int]:
     what was sent, and a micro-batch's input, with its gradient, that outlives its backward pass.
     The gradient that a backward pass begins with is counted with it.
     """
-    if pp == 1:
-        return [0] * (2 * num_microbatches)
     events = order(pp, vpp, num_microbatches, rank)
+    if pp == 1:
+        return [0] * len(events)
     warmup = _warmup(pp, vpp, num_microbatches, rank)
     total = len(events) // 2
     paired = warmup + 2 * (total - warmup)
@@ -138,12 +133,10 @@ def _borders(pp: int, vpp: int, num_microbatches: int, rank: int) -> list[int]:
     for at, (kind, i, chunk) in enumerate(events):
         steady = warmup <= at < paired
         if kind == FORWARD:
-            before = latest.get(chunk)
             latest[chunk] = (i, chunk)
             inputs = {*latest.values(), *stays} & done
-            if vpp == 1 and before in done:
-                # Behind the last output hangs its input.
-                inputs.add(before)
+            if vpp == 1:
+                inputs |= sent  # Behind the output that was let go last hangs its input.
             beside = 0
             if steady and last != events[at + 1][2] and (vpp > 1 or done):
                 beside += 1  # The gradient received for the backward pass to come, or the last.

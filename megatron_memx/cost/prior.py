@@ -57,7 +57,8 @@ class CatalogueProvider:
             forward_s=forward,
             backward_s=backward,
             saved_bytes=memory.saved_bytes,
-            transient_bytes=memory.transient_bytes,
+            forward_bytes=memory.forward_bytes,
+            backward_bytes=memory.backward_bytes,
             log_sigma=0.0 if key.unit == MASK else PRIOR_LOG_SIGMA,
             memory_log_sigma=PRIOR_MEMORY_LOG_SIGMA,
         )

@@ -52,7 +52,8 @@ class UnitCost:
         forward_s: Forward pass.
         backward_s: Backward pass, what it recomputes included.
         saved_bytes: Held from the end of its forward to its backward pass.
-        transient_bytes: The most that its passes need above what is saved.
+        forward_bytes: The most that its forward pass needs above what is saved.
+        backward_bytes: The most that its backward pass needs above what is saved.
         log_sigma: One standard deviation of ln(time).
         memory_log_sigma: One standard deviation of ln(bytes).
         measured: Whether it rests on measurements of this device kind.
@@ -62,7 +63,8 @@ class UnitCost:
     forward_s: float
     backward_s: float
     saved_bytes: float
-    transient_bytes: float
+    forward_bytes: float
+    backward_bytes: float
     log_sigma: float
     memory_log_sigma: float
     measured: bool = False

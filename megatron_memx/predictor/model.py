@@ -81,7 +81,7 @@ class FittedProvider:
         unit = _class_of(key)
         if core is not None and key.unit == MASK and key.recompute == "selective":
             # What a layer masks by was measured as part of it.
-            return replace(prior, saved_bytes=0.0, transient_bytes=0.0)
+            return replace(prior, saved_bytes=0.0, forward_bytes=0.0, backward_bytes=0.0)
         if core is None or unit not in core.coefficients or key.cp > 1:
             return prior
         mbs, seq = key.micro_batch_size, key.seq_length
@@ -90,6 +90,9 @@ class FittedProvider:
             name: core.value(unit, name, mbs, seq)
             for name in ("forward_s", "backward_s", "saved_bytes", "transient_bytes")
         }
+        # Measured is the larger of both passes.
+        transient = values.pop("transient_bytes")
+        values |= {"forward_bytes": transient, "backward_bytes": transient}
         sigma, memory_sigma = self._sigmas[key.kind], LEAST_MEMORY_LOG_SIGMA
         if inside:
             features = self._features(key, values["saved_bytes"])[None, :]

@@ -26,6 +26,7 @@ from megatron_memx.cost.memory import (
     layer_parameters_of,
     place_of,
     stage_parameters,
+    stands,
     waiting_gradients,
 )
 from megatron_memx.cost.pipeline import full_moments
@@ -93,13 +94,13 @@ class ChunkTable:
 
     busy_s: Array
     saved_bytes: Array
-    transient_bytes: Array
-    loss_bytes: Array
+    forward_bytes: Array
+    backward_bytes: Array
     memory_log_sigma: Array
 
     def working_bytes(self, forward: bool) -> Array:
         """Return the working memory of a moment (:class:`~megatron_memx.cost.pipeline.Moment`)."""
-        return self.loss_bytes if forward else self.transient_bytes
+        return self.forward_bytes if forward else self.backward_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -263,8 +264,7 @@ class Tables:
     def _masks(
         self,
         key: Callable[..., UnitKey],
-        embedding: bool,
-        loss: bool,
+        batch: bool,
     ) -> dict[str, Array]:
         """Return the MASK units of each row by class; see ``activations.mask_units``."""
         rows = self.rows
@@ -280,10 +280,10 @@ class Tables:
             if masks_itself(self._job.model, key(LAYER, name, modules)):
                 plain = plain + rest
             checkpointed = checkpointed | ((rest > 0) & ("core_attn" in modules))
-        if not ((embedding or loss) and self._job.model.attention_mask_in_dataloader):
+        if not (batch and self._job.model.attention_mask_in_dataloader):
             return {"selective": plain}
         kept = (checkpointed | (plain > 0)).astype(float)
-        return {"full": kept} if loss else {"full": kept, "none": 1.0 - kept}
+        return {"full": kept, "none": 1.0 - kept}
 
     def _chunk_table(
         self,
@@ -314,67 +314,53 @@ class Tables:
 
         size = len(rows.layers)
         busy, sigma = np.zeros(size), np.zeros(size)
-        saved = [np.zeros(size) for _ in range(NUM_PLACES)]
-        transient = [np.zeros(size) for _ in range(NUM_PLACES)]
+        saved, ahead, behind = np.zeros((3, NUM_PLACES, size))
+        standing = np.zeros(size)
         leading_mixtures = self._mixtures(first, rows.leading)
         all_mixtures = self._mixtures(first, rows.layers)
+        counted: list[tuple[UnitKey, Array]] = [(key(CHUNK), np.ones(size))]
         for unit in (LAYER, MOE_LAYER):
             mine = all_mixtures if unit == MOE_LAYER else rows.layers - all_mixtures
-            ahead = leading_mixtures if unit == MOE_LAYER else rows.leading - leading_mixtures
-            if not mine.any():
-                continue
-            plain = self._provider.unit(key(unit))
+            lead = leading_mixtures if unit == MOE_LAYER else rows.leading - leading_mixtures
             for index, (name, modules) in enumerate(rows.classes):
-                count = ahead if name == "full" else (mine - ahead) * (rows.trailing_class == index)
-                if not count.any():
-                    continue
-                one = key(unit, name, modules)
-                cost = self._provider.unit(one)
-                busy += count * (cost.forward_s + cost.backward_s)
-                extra = np.full(size, cost.transient_bytes)
-                kept = count.astype(float)
-                if name == "full":
-                    kept = np.ceil(count / rows.group)
-                    extra += (rows.group - 1) * plain.saved_bytes
-                place = place_of(one)
-                saved[place] += kept * cost.saved_bytes
-                extra = np.where(count > 0, extra, 0.0)
-                transient[place] = np.maximum(transient[place], extra)
-                sigma = np.where(count > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
-        masks = self._masks(key, embedding, loss)
-        kept_mask = masks.get("full", np.ones(size))
-        counted: list[tuple[UnitKey, Array]] = [(key(CHUNK), np.ones(size))]
+                count = lead if name == "full" else (mine - lead) * (rows.trailing_class == index)
+                counted.append((key(unit, name, modules), count.astype(float)))
         if embedding:
             counted.append((key(EMBEDDING), np.ones(size)))
         if loss:
-            counted += [(key(HEAD, "full"), kept_mask), (key(HEAD), 1.0 - kept_mask)]
+            counted.append((key(HEAD), np.ones(size)))
         if loss and model.mtp_num_layers:
             counted.append((key(MTP), np.full(size, float(model.mtp_num_layers))))
+        masks = self._masks(key, embedding or loss)
         counted += [(key(MASK, name), times) for name, times in masks.items()]
         for one, times in counted:
             if not times.any():
                 continue
             cost = self._provider.unit(one)
-            place = place_of(one)
+            place, present = place_of(one), times > 0
             busy += times * (cost.forward_s + cost.backward_s)
-            saved[place] += times * cost.saved_bytes
-            extra = np.where(times > 0, cost.transient_bytes, 0.0)
-            transient[place] = np.maximum(transient[place], extra)
-            sigma = np.where(times > 0, np.maximum(sigma, cost.memory_log_sigma), sigma)
-        behind = np.sum(saved[RECOMPUTED_PLACE + 1 : HEAD_PLACE], axis=0) > 0
+            kept, extra = times, np.full(size, cost.backward_bytes)
+            if one.recompute == "full" and one.unit in (LAYER, MOE_LAYER):
+                kept = np.ceil(times / rows.group)
+                extra += (rows.group - 1) * self._provider.unit(key(one.unit)).saved_bytes
+            saved[place] += kept * cost.saved_bytes
+            behind[place] = np.maximum(behind[place], np.where(present, extra, 0.0))
+            if stands(one):
+                standing += present * cost.forward_bytes
+            else:
+                ahead[place] = np.maximum(ahead[place], present * cost.forward_bytes)
+            sigma = np.where(present, np.maximum(sigma, cost.memory_log_sigma), sigma)
+        follows = saved[RECOMPUTED_PLACE + 1 : HEAD_PLACE].any(axis=0)
         output = Layer(model, key(LAYER), self._job.train.parameter_bytes).hidden
-        transient[RECOMPUTED_PLACE] += output * behind
+        behind[RECOMPUTED_PLACE] += output * follows
         if embedding and loss:
             tied = tied_gradient_bytes(model, tp, self._job.train.parameter_bytes)
-            for place, more in enumerate(waiting_gradients(tied)):
-                transient[place] += more
-        working = [
-            transient[place] - np.sum(saved[place + 1 :], axis=0) for place in range(HEAD_PLACE)
-        ]
+            behind += np.array(waiting_gradients(tied))[:, None]
+        later = np.cumsum(saved[::-1], axis=0)[::-1] - saved
         return ChunkTable(
             busy_s=busy,
-            saved_bytes=np.sum(saved, axis=0),
-            transient_bytes=np.max(working, axis=0),
-            loss_bytes=transient[HEAD_PLACE],
+            saved_bytes=saved.sum(axis=0),
+            forward_bytes=standing + (ahead - later).max(axis=0),
+            backward_bytes=(behind - later).max(axis=0),
             memory_log_sigma=sigma,
         )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_memx.cost.pipeline import (
     BACKWARD,
     FORWARD,
+    Moment,
     full_moments,
     lower_bound_s,
     order,
@@ -57,12 +58,38 @@ def test_in_flight_counts(sizes: tuple[int, int, int]) -> None:
     m = groups * pp
     for rank in range(pp):
         moments = full_moments(pp, vpp, m, rank)
-        if vpp == 1:
-            assert moments == (((min(m, pp - rank),), 0),)
-        else:
-            warmup = min(m * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp)
-            assert max(sum(state) for state, _ in moments) == min(m * vpp, warmup + 1)
-            assert all(state[chunk] > 0 for state, chunk in moments)
+        warmup = pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp
+        assert max(sum(moment.held) for moment in moments) == min(m * vpp, warmup + 1)
+        assert all(moment.held[moment.chunk] > 0 for moment in moments)
+        assert pp > 1 or all(moment.borders == 0 for moment in moments)
+
+
+def test_borders_of_one_forward_one_backward() -> None:
+    """Read off Megatron's loop: what its variables hold besides the micro-batches in flight."""
+    # A middle stage at its backward pass has the gradient it sent last; at its forward pass that,
+    # the input it belongs to, and the gradient received last.
+    assert full_moments(4, 1, 8, 1) == (
+        Moment(held=(3,), chunk=0, forward=False, borders=1),
+        Moment(held=(3,), chunk=0, forward=True, borders=3),
+    )
+    # The last stage receives no gradient, the first sends none and has no input.
+    assert {moment.borders for moment in full_moments(4, 1, 8, 3) if moment.forward} == {2}
+    assert {moment.borders for moment in full_moments(4, 1, 8, 0)} == {0, 1}
+    # All of the first stage's forward passes are warm-up: nothing came back yet.
+    assert {moment.borders for moment in full_moments(4, 1, 3, 0)} == {0}
+
+
+def test_borders_of_the_interleaved_schedule() -> None:
+    """Received ahead and on its way; then what outlives its backward pass, as traces show it."""
+
+    def fullest(m: int, rank: int) -> int:
+        moments = [moment for moment in full_moments(4, 2, m, rank) if not moment.forward]
+        most = max(sum(moment.held) for moment in moments)
+        return max(moment.borders for moment in moments if sum(moment.held) == most)
+
+    assert [fullest(4, rank) for rank in range(3)] == [0, 0, 2]
+    # Rank 2's first chunk is done with what came last before its pairs: input and gradient stay.
+    assert [fullest(8, rank) for rank in range(3)] == [3, 3, 7]
 
 
 def test_even_stages_take_the_textbook_time() -> None:
