@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from operator import sub
 
 from megatron_memx.cost.activations import (
@@ -139,6 +139,49 @@ def data_parallel_sizes(sizes: ParallelSizes) -> tuple[int, int]:
     return dense, max(1, sizes.world_size // expert_model)
 
 
+def _key_of(
+    sizes: ParallelSizes, kind: str, seq_length: int, across_nodes: bool
+) -> Callable[..., UnitKey]:
+    return partial(
+        UnitKey,
+        kind=kind,
+        tp=sizes.tensor_model_parallel_size,
+        cp=sizes.context_parallel_size,
+        ep=sizes.expert_model_parallel_size,
+        etp=sizes.expert_tensor_parallel_size,
+        micro_batch_size=sizes.micro_batch_size,
+        seq_length=seq_length // sizes.context_parallel_size,
+        sequence_parallel=sizes.sequence_parallel,
+        across_nodes=across_nodes,
+    )
+
+
+def chunk_units(
+    job: Job, sizes: ParallelSizes, kind: str, chunk: Chunk, *, across_nodes: bool = False
+) -> dict[UnitKey, int]:
+    """Return the units of a chunk and how many of each: layers, embedding, head, MTP, masks."""
+    key = _key_of(sizes, kind, job.model.seq_length, across_nodes)
+    policy = chunk.recompute
+    classes = policy.layer_classes(chunk.num_layers)
+    counts: dict[UnitKey, int] = {}
+    for index, recompute in enumerate(classes):
+        unit = layer_unit(job.model, chunk.first_layer + index)
+        modules = policy.modules if recompute == "selective" else ()
+        one = key(unit=unit, recompute=recompute, modules=modules)
+        counts[one] = counts.get(one, 0) + 1
+    batch = chunk.embedding or chunk.loss
+    for name, count in mask_units(job.model, counts, batch=batch).items():
+        counts[key(unit=MASK, recompute=name)] = count
+    counts[key(unit=CHUNK)] = 1
+    if chunk.embedding:
+        counts[key(unit=EMBEDDING)] = 1
+    if chunk.loss:
+        counts[key(unit=HEAD)] = 1
+    if chunk.mtp_num_layers:
+        counts[key(unit=MTP)] = chunk.mtp_num_layers
+    return counts
+
+
 def chunk_cost(
     job: Job,
     sizes: ParallelSizes,
@@ -149,43 +192,9 @@ def chunk_cost(
     across_nodes: bool = False,
 ) -> ChunkCost:
     """Return the cost of a chunk: its layers under its policy, embedding, head and MTP."""
-
-    def key(unit: str, recompute: str = "none", modules: tuple[str, ...] = ()) -> UnitKey:
-        return UnitKey(
-            kind=kind,
-            unit=unit,
-            tp=sizes.tensor_model_parallel_size,
-            cp=sizes.context_parallel_size,
-            ep=sizes.expert_model_parallel_size,
-            etp=sizes.expert_tensor_parallel_size,
-            micro_batch_size=sizes.micro_batch_size,
-            seq_length=job.model.seq_length // sizes.context_parallel_size,
-            recompute=recompute,
-            modules=modules,
-            sequence_parallel=sizes.sequence_parallel,
-            across_nodes=across_nodes,
-        )
-
-    policy = chunk.recompute
-    classes = policy.layer_classes(chunk.num_layers)
-    counts: dict[UnitKey, int] = {}
-    for index, recompute in enumerate(classes):
-        unit = layer_unit(job.model, chunk.first_layer + index)
-        modules = policy.modules if recompute == "selective" else ()
-        one = key(unit, recompute, modules)
-        counts[one] = counts.get(one, 0) + 1
-    batch = chunk.embedding or chunk.loss
-    for name, count in mask_units(job.model, counts, batch=batch).items():
-        counts[key(MASK, name)] = count
-    counts[key(CHUNK)] = 1
-    if chunk.embedding:
-        counts[key(EMBEDDING)] = 1
-    if chunk.loss:
-        counts[key(HEAD)] = 1
-    if chunk.mtp_num_layers:
-        counts[key(MTP)] = chunk.mtp_num_layers
+    counts = chunk_units(job, sizes, kind, chunk, across_nodes=across_nodes)
     forward = backward = sigma = memory_sigma = standing = 0.0
-    group = _group(policy, chunk.num_layers)
+    group = _group(chunk.recompute, chunk.num_layers)
     saved, ahead, behind = ([0.0] * NUM_PLACES for _ in range(3))
     for one, count in counts.items():
         cost = provider.unit(one)
@@ -195,7 +204,7 @@ def chunk_cost(
         if one.recompute == "full" and one.unit in (LAYER, MOE_LAYER):
             # A group keeps one input and, in its backward pass, rebuilds all its layers at once.
             kept = math.ceil(count / group)
-            extra += (group - 1) * provider.unit(key(one.unit)).saved_bytes
+            extra += (group - 1) * provider.unit(replace(one, recompute="none")).saved_bytes
         place = place_of(one)
         saved[place] += kept * cost.saved_bytes
         behind[place] = max(behind[place], extra)
@@ -235,15 +244,7 @@ HEAD_PLACE = NUM_PLACES - 1
 
 
 def _layer_key(job: Job, sizes: ParallelSizes) -> UnitKey:
-    return UnitKey(
-        kind="",
-        unit=LAYER,
-        tp=sizes.tensor_model_parallel_size,
-        cp=sizes.context_parallel_size,
-        micro_batch_size=sizes.micro_batch_size,
-        seq_length=job.model.seq_length // sizes.context_parallel_size,
-        sequence_parallel=sizes.sequence_parallel,
-    )
+    return _key_of(sizes, "", job.model.seq_length, False)(unit=LAYER)
 
 
 def buffers(job: Job, sizes: ParallelSizes) -> int:

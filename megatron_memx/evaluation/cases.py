@@ -41,6 +41,7 @@ class Setting:
         sharded: Whether the optimizer's states are sharded over data parallel.
         precision: Type of weights and activations.
         dropout: Whether the model drops out (keeps masks).
+        memory_of: Whose peak a source prints: the ``fullest`` pipeline rank's or the ``last``'s.
     """
 
     recompute: str = "none"
@@ -50,6 +51,7 @@ class Setting:
     sharded: bool = False
     precision: str = "bf16"
     dropout: bool = False
+    memory_of: str = "fullest"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +69,17 @@ class Case:
     layers: tuple[tuple[int, ...], ...]
     policy: Recompute
     assumed: tuple[str, ...]
+    memory_of: str = "fullest"
 
     @property
     def kind(self) -> str:
         """The device kind."""
         return self.outer.kinds[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device."""
+        return self.cluster.kinds[self.kind].memory_bytes
 
 
 class UnusableError(Exception):
@@ -104,6 +112,8 @@ def _make(run: Run, setting: Setting) -> Case:
     world, pp = sizes.world_size, sizes.pipeline_model_parallel_size
     per_stage = world // pp
     kind = cluster.used_kinds[0]
+    if pp > 1 and run.peak_mem_gib:
+        assumed.append("memory_of")
     layers = stage_layers(run, model, sizes)
     return Case(
         run=run,
@@ -117,6 +127,7 @@ def _make(run: Run, setting: Setting) -> Case:
         layers=layers,
         policy=_policy(run, setting, assumed, max(map(max, layers))),
         assumed=tuple(assumed),
+        memory_of=setting.memory_of,
     )
 
 
@@ -202,6 +213,10 @@ def _sizes(run: Run, setting: Setting, assumed: list[str]) -> ParallelSizes:
     if parallel is None:
         # nanotron reduces and scatters by default; Megatron does where it is asked to.
         parallel = "nanotron" in run.framework
+    if run.gbs % (run.mbs * dp):
+        raise UnusableError("gbs is not a multiple of mbs x dp")
+    if size["vpp"] > 1 and run.gbs // (run.mbs * dp) % size["pp"]:
+        raise UnusableError("virtual stages with micro-batches that are no multiple of pp")
     sharded = run.dist_opt or run.zero in ("1", "2")
     if run.dist_opt is None and not run.zero:
         assumed.append("dist_opt")

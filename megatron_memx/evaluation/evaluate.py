@@ -68,6 +68,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, Any], ...]] = {
     "flash": (("flash", False),),
     "precision": (("precision", "fp16"), ("precision", "fp32")),
     "dist_opt": (("sharded", True),),
+    "memory_of": (("memory_of", "last"),),
 }
 
 
@@ -134,7 +135,7 @@ def evaluate(
     for name, members in groups.items():
         label = ", ".join(name) or "all rows"
         done, used = [], 0
-        for kind, cases in _by_kind(members, left_out).items():
+        for kind, cases in cases_by_kind(members, left_out).items():
             own = None
             if fit_runs is not None:
                 alike = [
@@ -142,7 +143,7 @@ def evaluate(
                     for run in fit_runs
                     if not by or tuple(str(getattr(run, column)) for column in by) == name
                 ]
-                own = _by_kind(alike, Counter()).get(kind, [])
+                own = cases_by_kind(alike, Counter()).get(kind, [])
             share = max(1, round(budget * len(cases) / max(1, len(members))))
             if own is None and len([c for c in cases if not c.run.failed]) < budget:
                 notes.append(
@@ -150,13 +151,12 @@ def evaluate(
                     "fitted, the catalogue answers"
                 )
                 share = 0
-            fitted, rest = _part(cases, share, own)
+            fitted, rest = part(cases, share, own)
             used += len(fitted)
-            calibrated = _calibrate(kind, fitted)
-            done += _predict(kind, calibrated, rest)
+            done += predict(calibrate(kind, fitted), rest)
             for case in rest:
                 assumptions.update(case.assumed)
-        per_group[label] = {"fit_rows": used, **_scores(done)}
+        per_group[label] = {"fit_rows": used, **score(done)}
         fit_rows += used
         predicted += done
     result: dict[str, Any] = {
@@ -165,14 +165,15 @@ def evaluate(
         "skipped": dict(left_out),
         "assumed": dict(assumptions),
         "notes": notes,
-        **_scores(predicted),
+        **score(predicted),
     }
     if by:
         result["groups"] = per_group
     return result
 
 
-def _by_kind(runs: Sequence[Run], left_out: Counter[str]) -> dict[str, list[Case]]:
+def cases_by_kind(runs: Sequence[Run], left_out: Counter[str]) -> dict[str, list[Case]]:
+    """Return runs in the planner's terms by device kind; reasons of the others are counted."""
     cases: dict[str, list[Case]] = {}
     for run in runs:
         try:
@@ -184,7 +185,7 @@ def _by_kind(runs: Sequence[Run], left_out: Counter[str]) -> dict[str, list[Case
     return cases
 
 
-def _part(
+def part(
     cases: Sequence[Case], budget: int, given: Sequence[Case] | None
 ) -> tuple[list[Case], list[Case]]:
     """Return (rows to fit on, rows to test on)."""
@@ -216,7 +217,7 @@ def _jacobian(engines: Sequence[Engine], base: Efficiency, quantity: Quantity) -
     return np.stack(columns, axis=1)
 
 
-def _calibrate(kind: str, cases: Sequence[Case]) -> Calibrated:
+def calibrate(kind: str, cases: Sequence[Case]) -> Calibrated:
     """Fit both quantities, and choose what is assumed where the source is silent."""
     from megatron_memx.cluster_file import catalogue
 
@@ -226,23 +227,26 @@ def _calibrate(kind: str, cases: Sequence[Case]) -> Calibrated:
         return best
     runs = [case.run for case in cases]
     silent = set().union(*(case.assumed for case in cases))
-    best, score = _fit_all(runs, Setting(), base)
+    best, least = _fit_all(runs, Setting(), base)
     for name, changes in _ALTERNATIVES.items():
         if name not in silent:
             continue
         for attribute, value in changes:
             setting = replace(best.setting, **{attribute: value})
-            other, other_score = _fit_all(runs, setting, base)
-            if other_score < score:
-                best, score = other, other_score
+            other, objective = _fit_all(runs, setting, base, best)
+            if objective < least:
+                best, least = other, objective
     return best
 
 
-def _fit_all(runs: Sequence[Run], setting: Setting, base: Efficiency) -> tuple[Calibrated, float]:
+def _fit_all(
+    runs: Sequence[Run], setting: Setting, base: Efficiency, near: Calibrated | None = None
+) -> tuple[Calibrated, float]:
+    """Return the calibration and its objective; terms are looked for from those of ``near``."""
     engines = [Engine(make_case(run, setting)) for run in runs]
     made = Calibrated(setting=setting, values={"time": base, "memory": base})
     total = 0.0
-    for quantity in (TIME, MEMORY):
+    for quantity in (MEMORY, TIME):
         own = [engine for engine in engines if quantity.measured(engine.case.run)]
         if not own:
             continue
@@ -255,6 +259,8 @@ def _fit_all(runs: Sequence[Run], setting: Setting, base: Efficiency) -> tuple[C
         starts = [np.zeros(len(terms))]
         for hidden, start in quantity.hidden:
             starts.append(np.array([start * (term == hidden) for term in terms]))
+        if near is not None:
+            starts = [near.fits[quantity.name].z]
         found = fit(
             says,
             np.log([quantity.measured(engine.case.run) or 1.0 for engine in own]),
@@ -266,13 +272,15 @@ def _fit_all(runs: Sequence[Run], setting: Setting, base: Efficiency) -> tuple[C
         made.fits[quantity.name] = found
         steps = dict(zip(terms, found.z.tolist(), strict=True))
         made.values[quantity.name] = moved(base, steps)
+        if quantity is MEMORY:
+            engines = [Engine(engine.case, made.values["memory"]) for engine in engines]
     return made, total
 
 
-def _predict(kind: str, calibrated: Calibrated, cases: Sequence[Case]) -> list[Predicted]:
-    from megatron_memx.cluster_file import catalogue
-
-    engines = [Engine(make_case(case.run, calibrated.setting)) for case in cases]
+def predict(calibrated: Calibrated, cases: Sequence[Case]) -> list[Predicted]:
+    """Predict runs under a calibration."""
+    memory = calibrated.values["memory"] if "memory" in calibrated.fits else None
+    engines = [Engine(make_case(case.run, calibrated.setting), memory) for case in cases]
     table = np.array([features(engine.case) for engine in engines])
     said: list[dict[str, tuple[float, float]]] = [{} for _ in engines]
     for quantity in (TIME, MEMORY):
@@ -284,7 +292,7 @@ def _predict(kind: str, calibrated: Calibrated, cases: Sequence[Case]) -> list[P
             value = quantity.says(engine, calibrated.values[quantity.name], False)
             said[index][quantity.name] = (float(np.log(value) + mean[index]), float(sigma[index]))
     return [
-        Predicted(run=engine.case.run, kind_bytes=catalogue()[kind].memory_bytes, said=one)
+        Predicted(run=engine.case.run, kind_bytes=engine.case.memory_bytes, said=one)
         for engine, one in zip(engines, said, strict=True)
     ]
 
@@ -296,7 +304,8 @@ def _prior_sigma(quantity: Quantity) -> float:
     return float(np.hypot(SPREAD["matmul"], SPREAD["bandwidth"]))
 
 
-def _scores(predicted: Sequence[Predicted]) -> dict[str, Any]:
+def score(predicted: Sequence[Predicted]) -> dict[str, Any]:
+    """Return errors, ranking and confusion of predictions against what was measured."""
     result: dict[str, Any] = {}
     for quantity in (TIME, MEMORY):
         rows = [one for one in predicted if quantity.measured(one.run)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,8 @@ def test_an_unknown_gpu_is_a_reason() -> None:
         ({"precision": "fp8"}, "8-bit"),
         ({"tp": 3}, "is not the number of GPUs"),
         ({"mbs": ""}, "mbs is not stated"),
+        ({"gbs": 30}, "gbs is not a multiple of mbs x dp"),
+        ({"vpp": 2, "gbs": 12}, "virtual stages with micro-batches that are no multiple of pp"),
     ],
 )
 def test_what_is_not_modelled_is_a_reason(
@@ -157,14 +160,43 @@ def test_what_is_not_modelled_is_a_reason(
 
 
 def test_what_a_source_leaves_open_is_named(tmp_path: Path) -> None:
-    assert make_case(one(tmp_path), Setting()).assumed == ()
+    assert make_case(one(tmp_path, pp=1, dp=8), Setting()).assumed == ()
     silent = one(tmp_path, vocab="", recompute="", flash="", seq_parallel="")
     assert set(make_case(silent, Setting()).assumed) == {
         "vocab",
         "recompute",
         "flash",
         "seq_parallel",
+        "memory_of",
     }
+
+
+def test_a_source_that_prints_the_last_rank_is_found_out(tmp_path: Path) -> None:
+    """Megatron's own logs print the last pipeline rank's peak, which is not the fullest one's."""
+    rows = []
+    for run, row in zip(measured_by(tmp_path, {}), sweep(), strict=True):
+        engine = Engine(make_case(run, Setting(memory_of="last")))
+        told = engine.memory_bytes(assumed(engine.case.cluster.kinds[engine.case.kind])) / 2**30
+        rows.append({**row, "iter_time_s": run.iter_time_s, "peak_mem_gib": told})
+    runs = read_runs(write(tmp_path / "last.csv", *rows))[0]
+    assert evaluate(runs, budget=8)["memory"]["mape"] < 0.01
+
+
+def test_a_nearly_full_device_is_slow(tmp_path: Path) -> None:
+    """The allocator's retries: where memory was calibrated and says 95 % and more is needed."""
+    engine = Engine(make_case(one(tmp_path), Setting()))
+    value = assumed(engine.case.cluster.kinds[engine.case.kind])
+    need = engine.memory_bytes(value)
+
+    def slower(share: float) -> float:
+        spare = share * engine.case.memory_bytes - need
+        memory = replace(value, reserved_bytes=value.reserved_bytes + spare)
+        return Engine(engine.case, memory).time_s(value) / engine.time_s(value)
+
+    assert slower(0.9) == pytest.approx(1.0, abs=0.01)
+    assert slower(1.0) > 3
+    # What ran although it was said to need far more than there is, needed less.
+    assert slower(1.3) == 1.0
 
 
 @pytest.mark.parametrize(
