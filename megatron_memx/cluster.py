@@ -6,10 +6,11 @@ by local rank. Bandwidths are one way and for one device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_memx.errors import BadInputError
 from megatron_memx.typed import checked
@@ -18,6 +19,7 @@ from megatron_memx.units import GIB
 # When nobody says how nodes are connected: one 100 Gbit/s port a node, measured by nobody.
 ASSUMED_INTER_NODE_BYTES_PER_S = 12.5e9
 ASSUMED_INTRA_NODE_BYTES_PER_S = 16e9
+T = TypeVar("T")
 ASSUMED_LATENCY_S = {"intra": 10e-6, "inter": 20e-6}
 # Free memory is rounded down to this, so that a plan is not lost over a few megabytes.
 FREE_QUANTUM_BYTES = GIB
@@ -158,7 +160,10 @@ class Cluster:
 
     def ranks_of_kind(self, kind: str) -> tuple[int, ...]:
         """Return the ranks whose device is of ``kind``."""
-        return tuple(rank for rank, device in enumerate(self.devices) if device[2] == kind)
+        return self._once(
+            kind,
+            lambda: tuple(rank for rank, device in enumerate(self.devices) if device[2] == kind),
+        )
 
     def kind_of(self, rank: int) -> DeviceKind:
         """Return the device kind of a rank."""
@@ -189,20 +194,62 @@ class Cluster:
 
         A collective that crosses nodes leaves each by all the devices it has there.
         """
+        pairs, ways = self._once(("group", ranks), lambda: self._group(ranks))
+        links = []
+        for a, b in pairs:
+            link = self.link(a, b)
+            if self.devices[a][0] != self.devices[b][0]:
+                link = replace(link, bandwidth_bytes_per_s=ways * link.bandwidth_bytes_per_s)
+            links.append(link)
+        slowest = min(links, key=lambda item: item.bandwidth_bytes_per_s)
+        return replace(slowest, latency_s=max(link.latency_s for link in links))
+
+    def _group(self, ranks: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
+        """Return one pair of ranks for each kind of link in a group, and devices of a node."""
         nodes: dict[int, list[int]] = {}
         for rank in ranks:
             nodes.setdefault(self.devices[rank][0], []).append(rank)
-        links = [self.link(own[0], own[0]) for own in nodes.values() if len(own) > 1]
+        heads = [own[0] for own in nodes.values()]
+        pairs = [(own[0], own[0]) for own in nodes.values() if len(own) > 1]
         if len(nodes) > 1:
-            heads = [own[0] for own in nodes.values()]
-            ways = min(map(len, nodes.values()))
-            for a, b in zip(heads, heads[1:] + heads[:1], strict=True):
-                link = self.link(a, b)
-                links.append(replace(link, bandwidth_bytes_per_s=ways * link.bandwidth_bytes_per_s))
-        if not links:
-            return self.link(ranks[0], ranks[0])
-        slowest = min(links, key=lambda item: item.bandwidth_bytes_per_s)
-        return replace(slowest, latency_s=max(link.latency_s for link in links))
+            pairs += zip(heads, heads[1:] + heads[:1], strict=True)
+        return self.distinct(pairs or [(ranks[0], ranks[0])]), min(map(len, nodes.values()))
+
+    def distinct(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return one pair of ranks for each kind of link among ``pairs``."""
+        found: dict[tuple[bool, str, str], tuple[int, int]] = {}
+        for a, b in pairs:
+            node_a, _, kind_a = self.devices[a]
+            node_b, _, kind_b = self.devices[b]
+            found.setdefault((node_a == node_b, kind_a, kind_b), (a, b))
+        return list(found.values())
+
+    def boundary(
+        self, sender: tuple[int, ...], receiver: tuple[int, ...]
+    ) -> list[tuple[int, int, int]]:
+        """Return (rank, partner, ranks that leave its node at once), once for each kind of link."""
+        return self._once(("boundary", sender, receiver), lambda: self._partners(sender, receiver))
+
+    def _partners(
+        self, sender: tuple[int, ...], receiver: tuple[int, ...]
+    ) -> list[tuple[int, int, int]]:
+        pairs = list(zip(sender, receiver, strict=True))
+        leaving: Counter[int] = Counter()
+        for a, b in pairs:
+            leaving[self.devices[a][0]] += self.devices[a][0] != self.devices[b][0]
+        crowded = sorted(pairs, key=lambda pair: -leaving[self.devices[pair[0]][0]])
+        return [(a, b, max(1, leaving[self.devices[a][0]])) for a, b in self.distinct(crowded)]
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` gives, asked for once in all clusters with these nodes."""
+        if key not in self._answers:
+            self._answers[key] = make()
+        answer: T = self._answers[key]
+        return answer
+
+    @cached_property
+    def _answers(self) -> dict[Hashable, Any]:
+        return {}
 
     def with_links(
         self,
@@ -210,11 +257,14 @@ class Cluster:
         inter_node: Mapping[str, Link] | None = None,
     ) -> Cluster:
         """Return this cluster with some links replaced (by measured ones)."""
-        return replace(
+        made = replace(
             self,
             intra_node={**self.intra_node, **(intra_node or {})},
             inter_node={**self.inter_node, **(inter_node or {})},
         )
+        # Which ranks share a node does not change with the links.
+        made.__dict__.update(devices=self.devices, _answers=self._answers)
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

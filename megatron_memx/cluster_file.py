@@ -29,7 +29,7 @@ def catalogue() -> dict[str, DeviceKind]:
 
 
 @cache
-def _catalogue() -> dict[str, tuple[DeviceKind, float | None]]:
+def _catalogue() -> dict[str, tuple[DeviceKind, dict[str, float]]]:
     text = resources.files("megatron_memx").joinpath("devices.yaml").read_text(encoding="utf-8")
     found = {}
     for name, row in yaml.load(text, Loader=_loader())["devices"].items():
@@ -43,18 +43,28 @@ def _catalogue() -> dict[str, tuple[DeviceKind, float | None]]:
             matmul_efficiency=row.get("matmul_efficiency"),
             source=f"catalogue ({row['confidence']}): {'; '.join(row['sources'])}",
         )
-        found[name] = (kind, row.get("intra_node_bandwidth_bytes_per_s"))
+        links = {
+            where: row[f"{where}_node_bandwidth_bytes_per_s"]
+            for where in ("intra", "inter")
+            if f"{where}_node_bandwidth_bytes_per_s" in row
+        }
+        found[name] = (kind, links)
     return found
 
 
-def catalogue_link(kind: str) -> Link | None:
-    """Return the catalogue's link inside a node of ``kind``, or None if it knows none."""
+def catalogue_link(kind: str, *, between_nodes: bool = False) -> Link | None:
+    """Return the catalogue's link inside a node of ``kind``, or None if it knows none.
+
+    Args:
+        between_nodes: Ask for the link between two nodes of the vendor's reference system.
+    """
+    where = "inter" if between_nodes else "intra"
     known = _catalogue().get(kind)
-    if known is None or known[1] is None:
+    if known is None or where not in known[1]:
         return None
     return Link(
-        bandwidth_bytes_per_s=known[1],
-        latency_s=ASSUMED_LATENCY_S["intra"],
+        bandwidth_bytes_per_s=known[1][where],
+        latency_s=ASSUMED_LATENCY_S[where],
         source="catalogue",
     )
 

@@ -25,15 +25,9 @@ def boundary_s(
 
     Ranks of one node that cross to other nodes at the same time share the node's way out.
     """
-    pairs = list(zip(sender, receiver, strict=True))
-    crossing: dict[int, int] = {}
-    for a, b in pairs:
-        node_a, node_b = cluster.devices[a][0], cluster.devices[b][0]
-        if node_a != node_b:
-            crossing[node_a] = crossing.get(node_a, 0) + 1
     slowest = 0.0
-    for a, b in pairs:
+    for a, b, leaving in cluster.boundary(sender, receiver):
         link = cluster.link(a, b)
-        share = crossing.get(cluster.devices[a][0], 1) if link.kind == "relay" else 1
+        share = leaving if link.kind == "relay" else 1
         slowest = max(slowest, link.transfer_s(size_bytes * share))
     return slowest

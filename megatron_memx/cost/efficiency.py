@@ -150,10 +150,8 @@ def reached(link: Link, value: Efficiency, *, inside_node: bool) -> Link:
 def reached_links(cluster: Cluster, values: Mapping[str, Efficiency]) -> Cluster:
     """Return the cluster with every link as it is reached in training."""
     intra, inter = {}, {}
-    first: dict[str, int] = {}
-    for rank, (_, _, kind) in enumerate(cluster.devices):
-        first.setdefault(kind, rank)
-    for kind, rank in first.items():
+    for kind in cluster.used_kinds:
+        rank = cluster.ranks_of_kind(kind)[0]
         intra[kind] = reached(cluster.link(rank, rank), values[kind], inside_node=True)
     for a in cluster.used_kinds:
         for b in cluster.used_kinds:

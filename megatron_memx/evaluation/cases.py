@@ -280,12 +280,13 @@ def _nodes(kind: str, world: int, each: int) -> Cluster:
         Node(name=f"node{i}", device_kind=kind, num_devices=min(each, world - i * each))
         for i in range(-(-world // each))
     ]
-    link = catalogue_link(kind)
+    link, between = catalogue_link(kind), catalogue_link(kind, between_nodes=True)
     return Cluster(
         name=f"{world} x {kind}",
         nodes=tuple(nodes),
         kinds={kind: catalogue()[kind]},
         intra_node={kind: link} if link else {},
+        inter_node={f"{kind}|{kind}": between} if between else {},
     )
 
 

@@ -144,7 +144,7 @@ def evaluate(
                     if not by or tuple(str(getattr(run, column)) for column in by) == name
                 ]
                 own = cases_by_kind(alike, Counter()).get(kind, [])
-            share = max(1, round(budget * len(cases) / max(1, len(members))))
+            share = min(budget, max(1, round(budget * len(cases) / max(1, len(members)))))
             if own is None and len([c for c in cases if not c.run.failed]) < budget:
                 notes.append(
                     f"{label}: {kind} has fewer rows than the budget of {budget}: nothing was "
@@ -200,7 +200,10 @@ def part(
     timed = [i for i in range(len(engines)) if engines[i].case.run.iter_time_s]
     quantity = TIME if len(timed) >= len(engines) / 2 else MEMORY
     base = assumed(engines[0].case.cluster.kinds[engines[0].case.kind])
-    jacobian = _jacobian(engines, moved(base, {"transfer_s": 2.0}), quantity)
+    # What hides below other terms at its assumed value must be told apart where it does not.
+    bases = [moved(base, {"transfer_s": 2.0, **steps}) for steps in ({}, dict(quantity.hidden))]
+    parts = [_jacobian(engines, one, quantity) for one in bases]
+    jacobian = np.concatenate(parts, axis=1) / len(parts) ** 0.5
     chosen = {candidates[i] for i in choose(jacobian, table, quantity.process, budget)}
     return (
         [case for index, case in enumerate(cases) if index in chosen],

@@ -179,7 +179,7 @@ def test_a_source_that_prints_the_last_rank_is_found_out(tmp_path: Path) -> None
         told = engine.memory_bytes(assumed(engine.case.cluster.kinds[engine.case.kind])) / 2**30
         rows.append({**row, "iter_time_s": run.iter_time_s, "peak_mem_gib": told})
     runs = read_runs(write(tmp_path / "last.csv", *rows))[0]
-    assert evaluate(runs, budget=8)["memory"]["mape"] < 0.01
+    assert evaluate(runs, budget=8)["memory"]["mape"] < 0.02
 
 
 def test_a_nearly_full_device_is_slow(tmp_path: Path) -> None:
@@ -222,7 +222,8 @@ def test_a_fit_finds_the_terms_that_made_the_measurements(tmp_path: Path) -> Non
     runs = measured_by(tmp_path, {"matmul": -1.5, "intra_link": -1.0, "kernel_start_s": 1.0})
     before = evaluate(runs, budget=0)
     after = evaluate(runs, budget=12)
-    assert before["time"]["mape"] > 0.10
+    assert before["fit_rows"] == 0
+    assert before["time"]["mape"] > 0.15
     assert after["time"]["mape"] < 0.015
     assert after["fit_rows"] == 12
     assert after["test_rows"] == len(runs) - 12
