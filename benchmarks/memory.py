@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_memx.launch.trace_job import Traced, counted, run_traces, task_of
+from megatron_memx.launch.trace_job import counted, run_traces, task_of
 
 from megatron_memx.cluster import Cluster, Node
 from megatron_memx.cluster_file import catalogue
@@ -28,6 +28,7 @@ from megatron_memx.job import parse_job
 from megatron_memx.legality import Facts
 from megatron_memx.options import parse_options
 from megatron_memx.planner import make_request
+from megatron_memx.profile.traced import Traced
 from megatron_memx.versions import installed, require_megatron
 
 _GPU = "h100-80gb"

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from megatron_memx.errors import BadInputError, MemXError
 from megatron_memx.job import IRRELEVANT, Job
 from megatron_memx.megatron_args import typed_options, without_options
 from megatron_memx.parallel import ParallelSizes
+from megatron_memx.profile.traced import Traced
 
 if TYPE_CHECKING:
     from megatron_memx.planner import Request
@@ -28,24 +29,6 @@ if TYPE_CHECKING:
 
 # Raise it when a trace would give other bytes for the same task.
 _TRACE_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traced:
-    """Bytes of one rank as traced; see ``megatron_memx.patches.trace.stage.TraceResult``."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    resting_bytes: int
-    pass_peak_bytes: int
-    step_peak_bytes: int
-    num_parameters: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes at any time."""
-        return max(self.pass_peak_bytes, self.step_peak_bytes)
 
 
 def counted(request: Request) -> tuple[Given, list[StageOption]]:

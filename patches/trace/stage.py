@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from megatron_memx.patches.trace import world
 
+from megatron_memx.profile.traced import Traced
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceTask:
@@ -35,35 +37,7 @@ class TraceTask:
     fused_rope: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceResult:
-    """Bytes of one rank.
-
-    Args:
-        parameter_bytes: Weights.
-        gradient_bytes: Accumulated gradients.
-        optimizer_bytes: Optimizer states after the first step.
-        resting_bytes: All that lives between two iterations.
-        pass_peak_bytes: Most bytes in the second iteration's passes.
-        step_peak_bytes: Most bytes in the second optimizer step.
-        num_parameters: Parameters of this rank.
-    """
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    resting_bytes: int
-    pass_peak_bytes: int
-    step_peak_bytes: int
-    num_parameters: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes at any time."""
-        return max(self.pass_peak_bytes, self.step_peak_bytes)
-
-
-def trace(task: TraceTask) -> TraceResult:
+def trace(task: TraceTask) -> Traced:
     """Trace a rank; the process is that rank until the next trace."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.training import global_vars
@@ -94,7 +68,7 @@ def trace(task: TraceTask) -> TraceResult:
         gc.collect()
 
 
-def _run(args: Any, task: TraceTask) -> TraceResult:
+def _run(args: Any, task: TraceTask) -> Traced:
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.training.training import get_megatron_optimizer_config, get_model
 
@@ -119,7 +93,7 @@ def _run(args: Any, task: TraceTask) -> TraceResult:
         passes = tracker.peak_bytes - before
         tracker.reset_peak()
         run.step()
-        return TraceResult(
+        return Traced(
             parameter_bytes=parameters,
             gradient_bytes=gradients,
             optimizer_bytes=resting - parameters - gradients,
