@@ -46,11 +46,14 @@ _UNMODELLED = {
     "Megatron-FSDP": lambda run: "fsdp" in run.zero.lower(),
     "Mamba layers": lambda run: "HYBRID" in run.notes,
     "latent attention's kernel": lambda run: "multi-latent-attention" in run.notes,
+    "the fused cross entropy's kernel": lambda run: "cross-entropy-loss-fusion" in run.notes,
     "CUDA graphs' own pools": lambda run: "cuda-graph" in run.notes,
     "activations offloaded to the host": lambda run: "offloading" in run.notes,
     "number of GPUs not stated": lambda run: run.num_gpus is None,
     "not measured": lambda run: not run.peak_mem_gib,
-    "checkpoints resumed in the measured process": lambda run: "ckpt-resume" in run.notes,
+    "checkpoints resumed in the measured process": lambda run: (
+        "ckpt-resume" in run.notes or "resume" in run.row_ref
+    ),
 }
 
 
@@ -81,6 +84,10 @@ def words_of(run: Run) -> list[str]:
         given["num-virtual-stages-per-pipeline-rank"] = run.vpp
     if run.moe_experts:
         given |= {"num-experts": run.moe_experts, "moe-router-topk": run.moe_topk or 2}
+        # Not told, but asserted by Megatron: a router of one expert, and experts without biases
+        # unless their tensor-parallel size is 1.
+        given["moe-router-pre-softmax"] = run.moe_topk == 1
+        given["disable-bias-linear"] = "expert-tensor-parallel-size=1" not in run.notes
     if run.ffn:
         given["ffn-hidden-size"] = run.ffn
     if run.flash.startswith("unfused"):

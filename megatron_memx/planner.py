@@ -140,6 +140,8 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
     Raises:
         InfeasibleError: Nothing fits.
     """
+    from megatron_memx.cost.coverage import gaps
+    from megatron_memx.search.evaluate import Evaluator
     from megatron_memx.search.search import SearchRequest, search
 
     cluster = with_measured_links(request.cluster, rows)
@@ -179,6 +181,12 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
         raise broken[0].error()
     used = [stage.prediction.utilisation for stage in stages if stage.prediction]
     spread = math.exp(2 * best.log_sigma)
+    evaluator = Evaluator(
+        *(request.job, cluster, provider, best.outer),
+        margin=request.margin,
+        absolute=request.absolute,
+    )
+    basis = "; ".join([provider.basis, *gaps(evaluator.units(best.stages), provider)])
     return Plan(
         signature=signature(request.fields(rows)),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -188,7 +196,7 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
         cluster=cluster.to_dict(),
         versions=dict(request.versions),
         origin={
-            "basis": provider.basis,
+            "basis": basis,
             "profile": {kind: digest(rows.get(kind, ())) for kind in request.cluster.used_kinds},
             "configurations": result.count,
             "exhaustive": result.exhaustive,
@@ -209,7 +217,7 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
             peak_utilisation=max(used),
             utilisation_variance=statistics.pvariance(used),
             phi=result.phi,
-            basis=provider.basis,
+            basis=basis,
         ),
         runners_up=result.runners_up,
         rejected=result.rejected,

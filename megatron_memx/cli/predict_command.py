@@ -46,6 +46,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def predict(read: Read) -> dict[str, Any]:
     """Return the prediction as plain JSON types; bytes, seconds, shares."""
+    from megatron_memx.cost.coverage import gaps
     from megatron_memx.cost.memory import oom_probability
     from megatron_memx.planner import provider_for, with_measured_links
     from megatron_memx.search.evaluate import Evaluator
@@ -83,7 +84,7 @@ def predict(read: Read) -> dict[str, Any]:
     return {
         "sizes": chosen.outer.sizes.label,
         "recompute": chosen.policy.label,
-        "basis": provider.basis,
+        "basis": "; ".join([provider.basis, *gaps(evaluator.units(found.stages), provider)]),
         "iteration_time_s": found.time_s,
         "iteration_time_low_s": found.time_s / spread,
         "iteration_time_high_s": found.time_s * spread,

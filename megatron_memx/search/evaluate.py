@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,11 +12,12 @@ from megatron_memx.cost.memory import (
     ChunkCost,
     RankMemory,
     chunk_cost,
+    chunk_units,
     rank_memory,
     stage_parameters,
 )
 from megatron_memx.cost.pipeline import PipelineTime, simulate
-from megatron_memx.cost.units import UnitProvider
+from megatron_memx.cost.units import UnitKey, UnitProvider
 from megatron_memx.job import Job
 from megatron_memx.parallel import Recompute
 from megatron_memx.plan import Chunk
@@ -146,6 +147,14 @@ class Evaluator:
             fits=memory.high_bytes <= limit,
             shortage_bytes=max(0, memory.high_bytes - limit),
         )
+
+    def units(self, stages: Sequence[StageOption]) -> Iterator[UnitKey]:
+        """Yield the units that stages are made of."""
+        for kind, stage in zip(self.outer.kinds, stages, strict=True):
+            for chunk in stage.chunks:
+                yield from chunk_units(
+                    self.job, self.outer.sizes, kind, chunk, across_nodes=self.across_nodes
+                )
 
     def _chunk_cost(
         self,
