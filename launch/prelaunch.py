@@ -17,6 +17,7 @@ from megatron_memx.cache.store import PlanCache, default_cache_dir
 from megatron_memx.cluster import Cluster
 from megatron_memx.cluster_file import load_cluster
 from megatron_memx.conflicts import refuse_conflicts
+from megatron_memx.cost.calibration import is_calibration, read_calibrations
 from megatron_memx.errors import BadInputError
 from megatron_memx.job import Job, parse_job
 from megatron_memx.options import MemXOptions
@@ -177,6 +178,10 @@ def script_folders(invocation: Invocation) -> list[str]:
 def _request(invocation: Invocation, options: MemXOptions, job: Job, cluster: Cluster) -> Request:
     megatron = require_megatron(script_folders(invocation))
     impl = job.model.transformer_impl
+    source = options.memx_profile
+    calibrations = {}
+    if source and is_calibration(source):
+        calibrations = read_calibrations(source, cluster.used_kinds)
     return make_request(
         job,
         cluster,
@@ -187,6 +192,7 @@ def _request(invocation: Invocation, options: MemXOptions, job: Job, cluster: Cl
             "torch": installed("torch") or "not installed",
             "megatron_memx": installed("megatron-memx") or "checkout",
         },
+        calibrations=calibrations,
     )
 
 
@@ -239,11 +245,14 @@ def known_rows(request: Request, store: ProfileStore, layer: str, notes: list[st
     source = request.options.memx_profile
     rows: Rows = {}
     for kind in request.cluster.used_kinds:
+        if request.calibrations:
+            rows[kind] = []
+            continue
         if source not in (None, "auto", "never"):
             if not Path(str(source)).is_file():
                 raise BadInputError(
                     f"--memx-profile {source}: there is no such file",
-                    fix="auto, never, or a file of profile rows",
+                    fix="auto, never, or a file of profile rows or calibrations",
                     flag="--memx-profile",
                 )
             rows[kind], warnings = read_rows(str(source), kind=kind, layer=layer)

@@ -71,7 +71,8 @@ OPTIONS: tuple[Option, ...] = (
         flag="--memx-profile",
         type=str,
         metavar="auto|never|FILE",
-        help="auto (default): measure what is missing; never: use nothing measured; FILE: its rows",
+        help="auto (default): measure what is missing; never: use nothing measured; FILE: its "
+        "profile rows, or its calibrations",
     ),
     Option(
         flag="--memx-platform",

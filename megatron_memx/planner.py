@@ -22,6 +22,7 @@ from megatron_memx.profile.design import LINK
 from megatron_memx.profile.store import OK, ProfileRow, digest
 
 if TYPE_CHECKING:
+    from megatron_memx.cost.calibration import Calibration
     from megatron_memx.cost.units import UnitProvider
 
 DEFAULT_MARGIN = 0.05
@@ -39,6 +40,7 @@ class Request:
     weights: Weights | None
     margin: float
     versions: Mapping[str, str] = field(default_factory=dict)
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
     @property
     def absolute(self) -> bool:
@@ -62,6 +64,7 @@ class Request:
             "balance": self.options.memx_balance or "utilisation",
             "memory_margin": self.margin,
             "profile": {kind: digest(rows.get(kind, ())) for kind in self.cluster.used_kinds},
+            "calibration": {kind: item.to_dict() for kind, item in self.calibrations.items()},
         }
 
 
@@ -72,8 +75,12 @@ def make_request(
     *,
     facts: Facts,
     versions: Mapping[str, str],
+    calibrations: Mapping[str, Calibration] | None = None,
 ) -> Request:
     """Check the options and pins and return the request.
+
+    Args:
+        calibrations: Device kind -> its terms, in place of those assumed.
 
     Raises:
         BadInputError: Options that contradict each other, or a margin outside 0 to 1.
@@ -95,6 +102,7 @@ def make_request(
         weights=weights_of(options),
         margin=margin,
         versions=versions,
+        calibrations=calibrations or {},
     )
 
 
@@ -145,7 +153,7 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
     from megatron_memx.search.search import SearchRequest, search
 
     cluster = with_measured_links(request.cluster, rows)
-    provider = provider_for(request.job, cluster, rows)
+    provider = provider_for(request.job, cluster, rows, request.calibrations)
     result = search(
         SearchRequest(
             job=request.job,
@@ -225,16 +233,19 @@ def make_plan(request: Request, rows: Mapping[str, Sequence[ProfileRow]]) -> Pla
 
 
 def provider_for(
-    job: Job, cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]
+    job: Job,
+    cluster: Cluster,
+    rows: Mapping[str, Sequence[ProfileRow]],
+    calibrations: Mapping[str, Calibration],
 ) -> UnitProvider:
-    """Return what predicts units: fitted to the measurements, or from the catalogue alone."""
+    """Return what predicts units: fitted to measurements, calibrated, or the catalogue alone."""
     if any(rows.values()):
         from megatron_memx.predictor.model import FittedProvider
 
-        return FittedProvider(job, cluster, rows)
+        return FittedProvider(job, cluster, rows, calibrations)
     from megatron_memx.cost.prior import CatalogueProvider
 
-    return CatalogueProvider(job, cluster)
+    return CatalogueProvider(job, cluster, calibrations=calibrations)
 
 
 def with_measured_links(cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]) -> Cluster:

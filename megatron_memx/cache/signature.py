@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Part of every key: raise it when the planner or the predictor would answer differently.
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 _ABSENT = "(absent)"
 
 

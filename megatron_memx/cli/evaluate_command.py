@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_memx.cli.parsing import CommandParser, print_json
@@ -33,6 +35,11 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--by", default="", metavar="COLUMNS", help="group by these columns: source,gpu,model"
     )
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        help="write what the fit says of each device kind, for memx plan --calibration",
+    )
     options = parser.parse_args(list(arguments))
     if options.budget is not None and options.fit_runs:
         raise BadInputError(
@@ -43,6 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     budget = DEFAULT_BUDGET if options.budget is None else options.budget
     if budget < 0:
         raise BadInputError(f"--budget {budget}: must be 0 or more", fix="0", flag="--budget")
+    from megatron_memx.cost.calibration import Calibration, save_calibrations
     from megatron_memx.evaluation.evaluate import evaluate
     from megatron_memx.evaluation.runs import COLUMNS, read_runs
 
@@ -56,7 +64,21 @@ def run(arguments: Sequence[str]) -> int:
         )
     runs, skipped = read_runs(options.runs)
     fit_runs = read_runs(options.fit_runs)[0] if options.fit_runs else None
-    result = evaluate(runs, budget=budget, fit_runs=fit_runs, by=columns, skipped=skipped)
+    if options.save and columns:
+        raise BadInputError(
+            "--save with --by: a device kind has one calibration",
+            fix="leave one of them out",
+            flag="--by",
+        )
+    made: list[Calibration] = []
+    result = evaluate(
+        runs, budget=budget, fit_runs=fit_runs, by=columns, skipped=skipped, calibrations=made
+    )
+    if options.save:
+        name = Path(options.fit_runs or options.runs).name
+        save_calibrations(
+            options.save, [replace(item, basis=f"{item.basis} of {name}") for item in made]
+        )
     if options.json:
         print_json(result)
     else:

@@ -55,7 +55,7 @@ def predict(read: Read) -> dict[str, Any]:
     request = read.request
     chosen = given(request.job, request.cluster, request.pins, request.facts)
     cluster = with_measured_links(request.cluster, read.rows)
-    provider = provider_for(request.job, cluster, read.rows)
+    provider = provider_for(request.job, cluster, read.rows, request.calibrations)
     evaluator = Evaluator(
         request.job, cluster, provider, chosen.outer, margin=request.margin, absolute=False
     )

@@ -51,6 +51,11 @@ def add_facts(parser: CommandParser) -> None:
         help="whether the cluster has Transformer Engine (yes)",
     )
     parser.add_argument("--cache-dir", help="cache folder with profiles")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="terms of device kinds that memx evaluate --save wrote, for kinds without profiles",
+    )
 
 
 def read_job(words: Sequence[str], cluster: Cluster, options: Any, parser: CommandParser) -> Read:
@@ -61,6 +66,7 @@ def read_job(words: Sequence[str], cluster: Cluster, options: Any, parser: Comma
         LegalityError: Pins that cannot be kept.
     """
     from megatron_memx.cache.store import default_cache_dir
+    from megatron_memx.cost.calibration import read_calibrations
     from megatron_memx.job import parse_job
     from megatron_memx.pins import user_facts
     from megatron_memx.planner import make_request
@@ -78,7 +84,12 @@ def read_job(words: Sequence[str], cluster: Cluster, options: Any, parser: Comma
         fused_norms=engine,
     )
     versions = {"megatron_core": release, "torch": installed("torch") or "not installed"}
-    request = make_request(job, cluster, memx, facts=facts, versions=versions)
+    calibrations = (
+        read_calibrations(options.calibration, cluster.used_kinds) if options.calibration else {}
+    )
+    request = make_request(
+        job, cluster, memx, facts=facts, versions=versions, calibrations=calibrations
+    )
     store = ProfileStore(default_cache_dir(options.cache_dir or memx.memx_cache_dir))
     layer = layer_signature(job, megatron=release)
     rows = {}

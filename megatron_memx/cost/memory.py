@@ -316,7 +316,8 @@ def rank_memory(
     gradients = total * train.gradient_bytes
     optimizer = int(updated * train.optimizer_bytes)
     once = buffers(job, sizes)
-    static = parameters + gradients + optimizer + once
+    reserve = int(step.reserved_bytes)
+    static = parameters + gradients + optimizer + once + reserve
     moments = full_moments(
         sizes.pipeline_model_parallel_size,
         sizes.virtual_pipeline_model_parallel_size,
@@ -346,6 +347,7 @@ def rank_memory(
         "gradients": gradients,
         "optimizer": optimizer,
         "buffers": once,
+        **({"reserve": reserve} if reserve else {}),
         "activations": int(activations),
         "working": int(max(transient, stepping - activations)),
     }

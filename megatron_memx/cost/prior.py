@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from megatron_memx.cluster import Cluster, DeviceKind, Link
 from megatron_memx.cost.activations import footprint
+from megatron_memx.cost.calibration import Calibration
 from megatron_memx.cost.communication import all_reduce_s
 from megatron_memx.cost.compute import Product, UnitWork, unit_work
 from megatron_memx.cost.efficiency import Efficiency, assumed, reached_links
@@ -29,19 +30,32 @@ class CatalogueProvider:
     """A :class:`~megatron_memx.cost.units.UnitProvider` without measured units.
 
     Args:
-        efficiencies: Calibrated terms of device kinds; the others are assumed.
+        efficiencies: Terms of device kinds; the others are assumed.
+        calibrations: The same from files, with what they rest on.
     """
 
     def __init__(
-        self, job: Job, cluster: Cluster, efficiencies: Mapping[str, Efficiency] | None = None
+        self,
+        job: Job,
+        cluster: Cluster,
+        efficiencies: Mapping[str, Efficiency] | None = None,
+        calibrations: Mapping[str, Calibration] | None = None,
     ) -> None:
         self._job = job
-        given = efficiencies or {}
+        self._calibrations = known = dict(calibrations or {})
+        given = {**{kind: item.efficiency for kind, item in known.items()}, **(efficiencies or {})}
         self.efficiencies = {
             kind: given.get(kind) or assumed(cluster.kinds[kind]) for kind in cluster.used_kinds
         }
         self.cluster = reached_links(cluster, self.efficiencies)
-        self.basis = "the device catalogue and a roofline; nothing was measured on these devices"
+        told = [f"{kind}: calibrated on {item.basis}" for kind, item in known.items()]
+        if told:
+            told += [f"{kind}: catalogue" for kind in cluster.used_kinds if kind not in known]
+            self.basis = "; ".join(told)
+        else:
+            self.basis = (
+                "the device catalogue and a roofline; nothing was measured on these devices"
+            )
         self.unit = lru_cache(maxsize=None)(self._unit)
 
     def work(self, key: UnitKey) -> UnitWork:
@@ -59,9 +73,13 @@ class CatalogueProvider:
             saved_bytes=memory.saved_bytes,
             forward_bytes=memory.forward_bytes,
             backward_bytes=memory.backward_bytes,
-            log_sigma=0.0 if key.unit == MASK else PRIOR_LOG_SIGMA,
+            log_sigma=0.0 if key.unit == MASK else self._log_sigma(key.kind),
             memory_log_sigma=PRIOR_MEMORY_LOG_SIGMA,
         )
+
+    def _log_sigma(self, kind: str) -> float:
+        known = self._calibrations.get(kind)
+        return PRIOR_LOG_SIGMA if known is None else known.log_sigma
 
     def times(self, kind: DeviceKind, key: UnitKey, work: UnitWork) -> tuple[float, float]:
         """Return (forward, backward) seconds by the roofline."""
@@ -110,6 +128,7 @@ class CatalogueProvider:
     def step(self, kind: str) -> StepCost:
         """Return the per-iteration cost on a device kind."""
         device, reach = self.cluster.kinds[kind], self.efficiencies[kind]
+        known = self._calibrations.get(kind)
         return StepCost(
             optimizer_s_per_parameter=_OPTIMIZER_MOVED_BYTES
             / (device.memory_bandwidth_bytes_per_s * reach.optimizer),
@@ -120,6 +139,7 @@ class CatalogueProvider:
             fixed_s=reach.fixed_s,
             exposed=reach.exposed,
             transfer_s=reach.transfer_s,
+            reserved_bytes=known.reserved_bytes if known else 0.0,
         )
 
 

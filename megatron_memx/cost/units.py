@@ -83,6 +83,7 @@ class StepCost:
         fixed_s: Data, logging and Python between iterations.
         exposed: Share of an overlapped gradient reduction that nothing hides.
         transfer_s: Software's time of one transfer between stages on different nodes.
+        reserved_bytes: Memory outside what is counted, where runs told of it.
     """
 
     optimizer_s_per_parameter: float
@@ -92,6 +93,7 @@ class StepCost:
     fixed_s: float
     exposed: float = 0.0
     transfer_s: float = 0.0
+    reserved_bytes: float = 0.0
 
 
 class UnitProvider(Protocol):

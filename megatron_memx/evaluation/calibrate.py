@@ -79,6 +79,13 @@ class Fit:
     objective: float
     contradicted: tuple[int, ...] = ()
 
+    def left_out_sigma(self) -> float:
+        """Return the spread of each row about what the others say of it."""
+        inverse = cho_solve((self.lower, True), np.eye(len(self.weights)))
+        left_out = self.weights / np.diag(inverse)
+        kept = [i for i in range(len(left_out)) if i not in self.contradicted]
+        return float(np.sqrt(np.mean(left_out[kept] ** 2)))
+
     def correction(self, features: Array) -> tuple[Array, Array]:
         """Return (mean, standard deviation) of what the physics misses at ``features``."""
         across = self.process.covariance(features, self.features)

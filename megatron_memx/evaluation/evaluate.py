@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_memx.cost.calibration import Calibration
 from megatron_memx.cost.efficiency import (
     MEMORY_TERMS,
     SPREAD,
@@ -80,6 +81,18 @@ class Calibrated:
     values: dict[str, Efficiency]
     fits: dict[str, Fit] = field(default_factory=dict)
 
+    def to_share(self, kind: str) -> Calibration:
+        """Return what the fit says of the device kind, for the planner."""
+        times = self.fits.get("time")
+        memory = self.values["memory"].reserved_bytes if "memory" in self.fits else 0.0
+        return Calibration(
+            device_kind=kind,
+            efficiency=self.values["time"],
+            log_sigma=times.left_out_sigma() if times else _prior_sigma(TIME),
+            basis=f"{len(times.features) if times else 0} runs",
+            reserved_bytes=memory,
+        )
+
 
 @dataclass
 class Predicted:
@@ -115,6 +128,7 @@ def evaluate(
     fit_runs: Sequence[Run] | None = None,
     by: Sequence[str] = (),
     skipped: Counter[str] | None = None,
+    calibrations: list[Calibration] | None = None,
 ) -> dict[str, Any]:
     """Calibrate and score; see the module.
 
@@ -123,6 +137,7 @@ def evaluate(
         fit_runs: Rows to fit on in place of those.
         by: Columns that part the rows into groups, each calibrated by itself.
         skipped: Rows that were left out already, by reason; more are added.
+        calibrations: Gets what the fit says of each device kind.
     """
     left_out = Counter(skipped or {})
     groups: dict[tuple[str, ...], list[Run]] = {}
@@ -153,7 +168,10 @@ def evaluate(
                 share = 0
             fitted, rest = part(cases, share, own)
             used += len(fitted)
-            done += predict(calibrate(kind, fitted), rest)
+            calibrated = calibrate(kind, fitted)
+            done += predict(calibrated, rest)
+            if fitted and calibrations is not None:
+                calibrations.append(calibrated.to_share(kind))
             for case in rest:
                 assumptions.update(case.assumed)
         per_group[label] = {"fit_rows": used, **score(done)}

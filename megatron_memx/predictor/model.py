@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_memx.cluster import Cluster
+from megatron_memx.cost.calibration import Calibration
 from megatron_memx.cost.prior import CatalogueProvider
 from megatron_memx.cost.units import (
     CHUNK,
@@ -45,13 +46,19 @@ class FittedProvider:
 
     Args:
         rows: Device kind -> its rows. Kinds without rows are answered by the catalogue.
+        calibrations: Of kinds without rows; they answer in the catalogue's place.
     """
 
     def __init__(
-        self, job: Job, cluster: Cluster, rows: Mapping[str, Sequence[ProfileRow]]
+        self,
+        job: Job,
+        cluster: Cluster,
+        rows: Mapping[str, Sequence[ProfileRow]],
+        calibrations: Mapping[str, Calibration] | None = None,
     ) -> None:
         self._job = job
-        self._prior = CatalogueProvider(job, cluster)
+        known = calibrations or {}
+        self._prior = CatalogueProvider(job, cluster, calibrations=known)
         self.cluster = self._prior.cluster
         self._cores: dict[str, Core] = {}
         self._residuals: dict[str, Residual] = {}
@@ -61,7 +68,8 @@ class FittedProvider:
         for kind in cluster.used_kinds:
             observations = observe(rows.get(kind, ()))
             if not observations:
-                counts.append(f"{kind}: catalogue")
+                told = f"calibrated on {known[kind].basis}" if kind in known else "catalogue"
+                counts.append(f"{kind}: {told}")
                 continue
             core = fit_core(observations)
             self._cores[kind] = core
@@ -202,6 +210,7 @@ def _step_cost(rows: Sequence[ProfileRow], fallback: StepCost) -> StepCost:
         fixed_s=fallback.fixed_s,
         exposed=fallback.exposed,
         transfer_s=fallback.transfer_s,
+        reserved_bytes=fallback.reserved_bytes,
     )
 
 

@@ -175,7 +175,9 @@ class Tables:
         sharded = sizes.use_distributed_optimizer
         updated = dense / dp + expert / expert_dp if sharded else dense + expert
         static = (dense + expert) * (train.parameter_bytes + train.gradient_bytes)
+        step = self._provider.step(kind)
         static = static + np.floor(updated * train.optimizer_bytes) + buffers(job, sizes)
+        static = static + np.floor(step.reserved_bytes)
         saved = np.stack([table.saved_bytes for table in tables])
         moments = full_moments(pp, vpp, sizes.num_microbatches, rank)
         border = border_bytes(job, sizes)
@@ -189,7 +191,6 @@ class Tables:
             axis=0,
         )
         sigma = np.max([table.memory_log_sigma for table in tables], axis=0)
-        step = self._provider.step(kind)
         stepping = step.optimizer_bytes + updated * step.optimizer_bytes_per_parameter
         uncertain = np.maximum(fullest, stepping)
         peak = np.floor(static + uncertain)
