@@ -83,7 +83,7 @@ def prepare(invocation: Invocation, options: MemXOptions, *, started_s: float) -
         check_plan_fits(plan, world_size=cluster.num_devices, job=job)
         reused, took_s = True, time.perf_counter() - started_s
     else:
-        request = _request(invocation, options, job, cluster)
+        request = request_of(invocation, options, job, cluster)
         notes += [*job.notes, *request.pins.warnings]
         plan, reused = find_plan(request, invocation, cache_dir, notes)
         took_s = time.perf_counter() - started_s
@@ -106,7 +106,7 @@ def find_cluster(invocation: Invocation, options: MemXOptions) -> tuple[Cluster,
         BadInputError: The file's devices and the launched ranks differ in number.
     """
     nodes = invocation.num_nodes
-    nproc = _nproc(invocation, options)
+    nproc = ranks_of(str(invocation.value("nproc_per_node")), options.memx_platform)
     if options.memx_cluster in (None, "auto"):
         return local_cluster(platform=options.memx_platform, num_nodes=nodes, nproc=nproc)
     cluster = load_cluster(str(options.memx_cluster))
@@ -122,12 +122,15 @@ def find_cluster(invocation: Invocation, options: MemXOptions) -> tuple[Cluster,
     return cluster, []
 
 
-def _nproc(invocation: Invocation, options: MemXOptions) -> int | None:
-    """Return ranks a node; None: as many as there are devices."""
-    text = str(invocation.value("nproc_per_node"))
+def ranks_of(text: str, platform: str | None) -> int | None:
+    """Return ranks a node; None: as many as there are devices.
+
+    Raises:
+        BadInputError: Neither a number nor a word that torchrun knows.
+    """
     if text.isdigit() and int(text) > 0:
         return int(text)
-    if text == "cpu" or (text == "auto" and options.memx_platform == "cpu"):
+    if text == "cpu" or (text == "auto" and platform == "cpu"):
         return os.cpu_count() or 1
     if text in ("auto", "gpu", "xpu", "mps"):
         return None
@@ -175,7 +178,8 @@ def script_folders(invocation: Invocation) -> list[str]:
     return [str(Path(invocation.script).resolve().parent)]
 
 
-def _request(invocation: Invocation, options: MemXOptions, job: Job, cluster: Cluster) -> Request:
+def request_of(invocation: Invocation, options: MemXOptions, job: Job, cluster: Cluster) -> Request:
+    """Return the planning request of a launch, for the Megatron that its script imports."""
     megatron = require_megatron(script_folders(invocation))
     impl = job.model.transformer_impl
     source = options.memx_profile

@@ -91,7 +91,10 @@ def build(
 
 
 def parsed_arguments(words: list[str]) -> Any:
-    """Return Megatron's parsed and validated arguments for ``words``."""
+    """Return Megatron's parsed and validated arguments for ``words``, for pieces of a model.
+
+    An optimizer's cost does not depend on its learning rate, but without one it is not made.
+    """
     import sys
 
     from megatron.training import arguments
@@ -100,6 +103,8 @@ def parsed_arguments(words: list[str]) -> Any:
     sys.argv = [before[0], *words]
     try:
         args = arguments.parse_args(ignore_unknown_args=True)
+        if args.lr is None:
+            args.lr = 1e-4
         arguments.validate_args(args)
     finally:
         sys.argv = before

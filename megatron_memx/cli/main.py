@@ -13,7 +13,7 @@ _LAUNCHING = frozenset(("profile",))
 SUBCOMMANDS = {
     "plan": "plan without launching: memx plan --cluster FILE -- <Megatron arguments>",
     "predict": "time and memory of one configuration: memx predict --cluster FILE -- <arguments>",
-    "profile": "trace the memory of real Megatron stages without a GPU: memx profile --trace ...",
+    "profile": "measure devices, or trace the memory of real Megatron stages without a GPU",
     "cluster": "check a cluster file and show its nodes and devices",
     "evaluate": "score predictions against measured runs after fitting on a few of them",
     "cache": "list, show and prune the cached plans",

@@ -205,6 +205,62 @@ def read_rows(
     return list(newest.values()), warnings
 
 
+def export_rows(
+    store: ProfileStore, path: str | os.PathLike[str], kind: str | None
+) -> tuple[int, list[str]]:
+    """Write the store's rows (of one device kind) to a file; return how many, and of what.
+
+    Raises:
+        BadInputError: There are none, or the file cannot be written.
+    """
+    found: list[ProfileRow] = []
+    for file in sorted(store.folder.glob("*.jsonl")) if store.folder.is_dir() else ():
+        rows, _ = read_rows(file)
+        found += [row for row in rows if kind is None or row.device_kind == kind]
+    if not found:
+        raise BadInputError(
+            f"{store.folder} has no measured rows{f' of {kind}' if kind else ''}",
+            fix="memx profile -- <Megatron arguments> measures them",
+            flag="--export",
+        )
+    lines = [json.dumps(row.to_dict(), sort_keys=True) + "\n" for row in found]
+    try:
+        Path(path).write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(
+            f"{path} cannot be written: {error.strerror}", fix="another path", flag="--export"
+        ) from error
+    return len(found), sorted({row.device_kind for row in found})
+
+
+def import_rows(
+    store: ProfileStore, path: str | os.PathLike[str], kind: str
+) -> tuple[int, list[str]]:
+    """Append a file's rows of ``kind`` to the store; return how many, and of what.
+
+    Raises:
+        BadInputError: No such file, a line that is no row, or rows of another device kind.
+    """
+    if not Path(path).is_file():
+        raise BadInputError(f"{path}: there is no such file", fix="a profile", flag="--import")
+    rows, warnings = read_rows(path)
+    if warnings or not rows:
+        raise BadInputError(
+            warnings[0] if warnings else f"{path} has no rows",
+            fix="a file that memx profile --export wrote",
+            flag="--import",
+        )
+    others = sorted({row.device_kind for row in rows} - {kind})
+    if others:
+        raise BadInputError(
+            f"{path} has rows of {', '.join(others)}: they say nothing of {kind}",
+            fix=f"a profile of {kind} alone, or --device {others[0]}",
+            flag="--device",
+        )
+    store.append(rows)
+    return len(rows), [kind]
+
+
 def digest(rows: Iterable[ProfileRow]) -> str:
     """Return a hash of rows, whatever their order."""
     lines = sorted(json.dumps(row.to_dict(), sort_keys=True) for row in rows)

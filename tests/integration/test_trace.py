@@ -1,4 +1,4 @@
-"""``memx profile --trace``: real stages under fake tensors, against what the planner counts."""
+"""``memx profile``: real layers measured, and real stages traced under fake tensors."""
 
 from __future__ import annotations
 
@@ -55,6 +55,27 @@ def test_recomputation_shows_in_the_trace(
     for less, more in zip(found["stages"], none["stages"], strict=True):
         assert less["traced_peak_bytes"] < more["traced_peak_bytes"]
         assert abs(less["counted_error"]) < 0.01
+
+
+def test_what_was_measured_is_what_the_next_plan_rests_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks measure; no learning rate is needed, and a second call measures nothing."""
+    model = words(hidden_size=64, micro_batch_size=2, tensor_model_parallel_size=1)
+    cache = ["--cache-dir", str(tmp_path)]
+    measure = ["profile", "--json", "--platform", "cpu", "--nproc-per-node", "2", *cache, "--"]
+    assert main([*measure, *model]) == 0
+    known = json.loads(capsys.readouterr().out)["devices"]["cpu"]
+    assert known["ok"] == known["rows"] > 10
+    before = Path(known["file"]).read_text()
+    assert main([*measure, *model]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"]["cpu"] == known
+    assert Path(known["file"]).read_text() == before
+    world = str(ROOT / "examples" / "clusters" / "two_cpu_ranks.yaml")
+    assert main(["plan", "--json", "--cluster", world, *cache, "--", *model]) == 0
+    basis = json.loads(capsys.readouterr().out)["prediction"]["basis"]
+    assert "cpu:" in basis
+    assert "measured units" in basis
 
 
 def test_what_megatron_says_against_the_arguments_is_shown(

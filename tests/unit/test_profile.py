@@ -31,6 +31,8 @@ from megatron_memx.profile.store import (
     ProfileRow,
     ProfileStore,
     digest,
+    export_rows,
+    import_rows,
     layer_signature,
     read_rows,
 )
@@ -335,6 +337,23 @@ def test_a_profile_of_another_device_is_not_used(tmp_path: Path) -> None:
     found, warnings = read_rows(store.path_of("gpu", "s"), kind="other")
     assert found == []
     assert "another device" in warnings[0]
+
+
+def test_a_profile_travels_and_another_device_refuses_it(tmp_path: Path) -> None:
+    here, there = ProfileStore(tmp_path / "here"), ProfileStore(tmp_path / "there")
+    with pytest.raises(BadInputError, match="no measured rows"):
+        export_rows(here, tmp_path / "rows.jsonl", None)
+    here.append(rows())
+    assert export_rows(here, tmp_path / "rows.jsonl", "gpu") == (len(rows()), ["gpu"])
+    with pytest.raises(BadInputError, match="rows of gpu: they say nothing of other"):
+        import_rows(there, tmp_path / "rows.jsonl", "other")
+    assert not there.folder.exists()
+    assert import_rows(there, tmp_path / "rows.jsonl", "gpu")[0] == len(rows())
+    layer = rows()[0].layer_signature
+    assert digest(there.read("gpu", layer)[0]) == digest(here.read("gpu", layer)[0])
+    (tmp_path / "rows.jsonl").write_text("no row\n")
+    with pytest.raises(BadInputError, match="cannot be read"):
+        import_rows(there, tmp_path / "rows.jsonl", "gpu")
 
 
 def test_rows_are_validated() -> None:
