@@ -30,6 +30,8 @@ WARMUP, REPEATS, MOST_REPEATS = 2, 5, 15
 # Repeats that spread more than this are run again; if they still do, the row is marked.
 WIDE_SPREAD, CONTENDED_SPREAD = 0.15, 0.6
 _PROGRESS_EVERY_S = 5.0
+# What a rank computes between two transfers: some milliseconds of a CPU core.
+_BUSY_SIDE, _BUSY_PRODUCTS = 512, 2
 # More than the caches of today's processors and accelerators hold for one rank.
 _EVICTED_BYTES = 64 * 1024**2
 
@@ -279,24 +281,48 @@ class Worker:
                     self.measure_transfer(a, b, size, where)
 
     def measure_transfer(self, a: int, b: int, size: int, where: str) -> None:
-        """Measure half of a round trip between ranks ``a`` and ``b``."""
+        """Measure half of a round trip between ranks ``a`` and ``b``, as a pipeline makes it.
+
+        Each rank computes before it sends, so that its partner waits: a transfer that finds the
+        partner's thread asleep takes many times as long as one of a loop of transfers.
+        """
         torch = self.torch
         torch.distributed.barrier()
         if self.rank not in (a, b):
             return
         other = b if self.rank == a else a
         data = torch.zeros(size // 4, dtype=torch.float32, device=self.device)
+        square = torch.zeros((_BUSY_SIDE, _BUSY_SIDE), device=self.device)
+
+        def pass_on(kind: Any) -> None:
+            for done in torch.distributed.batch_isend_irecv(
+                [torch.distributed.P2POp(kind, data, other)]
+            ):
+                done.wait()
+
+        def compute() -> float:
+            start = self.now()
+            for _ in range(_BUSY_PRODUCTS):
+                square @ square
+            return self.now() - start
+
         times = []
         for turn in range(WARMUP + 2 * REPEATS):
             start = self.now()
+            if self.rank != a:
+                pass_on(torch.distributed.irecv)
+            own = compute()
+            pass_on(torch.distributed.isend)
             if self.rank == a:
-                torch.distributed.send(data, other)
-                torch.distributed.recv(data, other)
+                pass_on(torch.distributed.irecv)
+            spent = torch.tensor([own], dtype=torch.float32, device=self.device)
+            both = self.now() - start
+            if self.rank == a:
+                torch.distributed.recv(spent, other)
+                if turn >= WARMUP:
+                    times.append(max(0.0, both - own - float(spent)) / 2)
             else:
-                torch.distributed.recv(data, other)
-                torch.distributed.send(data, other)
-            if turn >= WARMUP:
-                times.append((self.now() - start) / 2)
+                torch.distributed.send(spent, other)
         if self.rank != a:
             return
         row = ProfileRow(

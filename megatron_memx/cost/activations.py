@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from megatron_memx.cost.layer import Layer
 from megatron_memx.cost.ledger import Footprint, Ledger
+from megatron_memx.cost.passes import Passes
 from megatron_memx.cost.units import CHUNK, EMBEDDING, HEAD, MASK, MTP, UnitKey
 from megatron_memx.model import ModelShape
 
@@ -29,7 +30,7 @@ def footprint(model: ModelShape, key: UnitKey, element_bytes: int) -> Footprint:
         return _embedding(model, key, element_bytes)
     if key.unit == HEAD:
         return _head(model, key, element_bytes)
-    layer = Layer(model, key, element_bytes)
+    layer = Passes(model, key, element_bytes)
     if key.unit == MTP:
         return _mtp(model, key, element_bytes, layer)
     return layer.footprint()
@@ -90,7 +91,7 @@ def _head(model: ModelShape, key: UnitKey, element: int) -> Footprint:
     )
 
 
-def _mtp(model: ModelShape, key: UnitKey, element: int, layer: Layer) -> Footprint:
+def _mtp(model: ModelShape, key: UnitKey, element: int, layer: Passes) -> Footprint:
     inner, head = layer.footprint(), _head(model, key, element)
     joined = 4 * layer.hidden + 2 * layer.statistics
     saved = inner.saved_bytes + joined + head.saved_bytes

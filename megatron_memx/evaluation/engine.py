@@ -13,6 +13,7 @@ from megatron_memx.cost.prior import CatalogueProvider
 from megatron_memx.cost.units import UnitKey
 from megatron_memx.evaluation.cases import Case
 from megatron_memx.search.evaluate import Evaluator, StageOption
+from megatron_memx.search.given import Given
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Engine:
         """Each stage with the units of its chunks."""
         evaluator = self._evaluator(Efficiency())
         case = self.case
+        slots = tuple(each[v] for v in range(len(case.layers[0])) for each in case.layers)
+        given = Given(outer=case.outer, slots=slots, policy=case.policy)
         return [
             (
                 stage,
@@ -121,7 +124,7 @@ class Engine:
                     for chunk in stage.chunks
                 ],
             )
-            for stage in self._stages(evaluator)
+            for stage in given.stages(evaluator)
         ]
 
     @cached_property
@@ -176,17 +179,3 @@ class Engine:
         case = self.case
         provider = CatalogueProvider(case.job, case.cluster, {case.kind: efficiency})
         return Evaluator(case.job, case.cluster, provider, case.outer, margin=0.0, absolute=True)
-
-    def _stages(self, evaluator: Evaluator) -> list[StageOption]:
-        layers = self.case.layers
-        pp, vpp = len(layers), len(layers[0])
-        firsts = [[0] * vpp for _ in range(pp)]
-        first = 0
-        for v in range(vpp):
-            for rank in range(pp):
-                firsts[rank][v] = first
-                first += layers[rank][v]
-        return [
-            evaluator.option(rank, tuple(firsts[rank]), layers[rank], self.case.policy)
-            for rank in range(pp)
-        ]

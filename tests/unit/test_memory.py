@@ -129,3 +129,49 @@ def test_recomputing_more_never_holds_more(layers: int, count: int, mbs: int) ->
     assert more.saved_bytes < less.saved_bytes
     assert more.backward_s > less.backward_s
     assert facts().transformer_engine
+
+
+@given(
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((512, 1024, 4096)),
+    st.sampled_from((Recompute(), Recompute.full("uniform", 1), Recompute.selective("mlp"))),
+    st.integers(1, 4),
+)
+def test_memory_grows_with_micro_batch_sequence_and_micro_batches(
+    pp: int, mbs: int, seq: int, policy: Recompute, groups: int
+) -> None:
+    """Under fused attention: the others' kernels are chosen by shape."""
+
+    def peaks(mbs: int, seq: int, num_microbatches: int) -> list[int]:
+        read = job(
+            num_layers=8, seq_length=seq, max_position_embeddings=seq, attention_backend="flash"
+        )
+        sizes = ParallelSizes(
+            pipeline_model_parallel_size=pp,
+            micro_batch_size=mbs,
+            global_batch_size=mbs * num_microbatches,
+        )
+        provider = CatalogueProvider(read, cluster(("gpu", pp)))
+        found = []
+        for rank in range(pp):
+            piece = chunk(
+                8 // pp,
+                first=rank * 8 // pp,
+                policy=policy,
+                embedding=rank == 0,
+                loss=rank == pp - 1,
+            )
+            cost = chunk_cost(read, sizes, "gpu", piece, provider)
+            found.append(
+                rank_memory(
+                    read, sizes, [piece], [cost], pipeline_rank=rank, step=provider.step("gpu")
+                ).peak_bytes
+            )
+        return found
+
+    base = peaks(mbs, seq, groups)
+    for more in (peaks(2 * mbs, seq, groups), peaks(mbs, 2 * seq, groups)):
+        assert all(large >= small for large, small in zip(more, base, strict=True))
+    later = peaks(mbs, seq, groups + 1)
+    assert all(large >= small for large, small in zip(later, base, strict=True))

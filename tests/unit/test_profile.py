@@ -101,7 +101,7 @@ def key(unit: str, **more: object) -> UnitKey:
 
 
 def test_the_minimal_set_is_small_and_says_why() -> None:
-    assert len(POINTS) == len({point.key for point in POINTS}) == 36
+    assert len(POINTS) == len({point.key for point in POINTS}) == 32
     assert all(point.reason for point in POINTS)
     assert len(POINTS) < full_grid_size(tps=2, micro_batch_sizes=3, policies=12, num_layers=32) / 10
 
@@ -113,6 +113,36 @@ def test_three_shapes_identify_the_three_terms_and_two_do_not() -> None:
     for left_out in range(3):
         fewer = np.delete(columns, left_out, axis=0)
         assert np.linalg.matrix_rank(fewer) < 3
+
+
+def test_no_run_of_the_set_can_be_left_out() -> None:
+    """Every run's time is a sum of terms; without any one run, some terms have no solution left."""
+    names: dict[tuple[object, ...], int] = {}
+
+    def terms(point: ProfilePoint) -> dict[int, float]:
+        tokens = point.micro_batch_size * point.seq_length
+        columns = (1.0, float(tokens), float(tokens * point.seq_length))
+        found: dict[int, float] = {}
+
+        def add(unit: tuple[object, ...], times: int, values: Sequence[float]) -> None:
+            for index, value in enumerate(values):
+                found[names.setdefault((*unit, index), len(names))] = times * value
+
+        add(("chunk", point.tp), 1, (1.0,))
+        add(("layer", point.tp, point.recompute, point.modules), point.num_layers, columns)
+        if point.part in ("first", "last"):
+            add((point.part, point.tp), 1, columns)
+        return found
+
+    found = [terms(point) for point in POINTS]
+    matrix = np.zeros((len(POINTS), len(names)))
+    for line, entries in zip(matrix, found, strict=True):
+        for column, value in entries.items():
+            line[column] = value
+    matrix /= np.abs(matrix).max(axis=0)
+    assert np.linalg.matrix_rank(matrix) == len(names) == len(POINTS)
+    for left_out in range(len(POINTS)):
+        assert np.linalg.matrix_rank(np.delete(matrix, left_out, axis=0)) < len(names)
 
 
 def test_the_core_finds_the_truth_of_unseen_shapes() -> None:
